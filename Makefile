@@ -1,0 +1,45 @@
+# `make demo` and `make test` are all a newcomer needs; each does the set-up itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: install demo test test-all lint types contract check gpu-check clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml src/ebbtide/kernels/adam.cpp
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m ebbtide.kernels.build
+	touch $@
+
+demo: install
+	$(BIN)/ebbtide demo
+
+test: install
+	$(BIN)/python -m pytest -m "not heavy"
+
+test-all: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+contract: install
+	$(BIN)/lint-imports
+
+check: lint types contract test
+
+# For a machine with a GPU: no installation, no network, the Python that is there.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) -m ebbtide.bench.gpu_check
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

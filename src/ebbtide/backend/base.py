@@ -1,0 +1,55 @@
+"""What the runtime asks of a compute device.
+
+Memory is handed out as flat uint8 tensors. A copy starts at once and runs beside the computation, after
+everything the compute stream was given before it; its event says when it is over. `Event.wait` orders the
+computation after the copy (on a GPU the host goes on at once), `Event.synchronize` blocks the host, which
+is what the host's own reads and writes need.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    def wait(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def done(self) -> bool: ...
+
+
+class Backend(Protocol):
+    kind: str
+    device: torch.device
+
+    def allocate(self, tier: str, count: int) -> torch.Tensor:
+        """`count` bytes on `tier`, contents undefined."""
+
+    def free(self, tier: str, memory: torch.Tensor) -> None:
+        """Takes memory back; work that the compute stream has been given may still use it."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> Event:
+        """Starts a copy over `link` (host_to_device or device_to_host)."""
+
+    def aliases(self, memory: torch.Tensor) -> int:
+        """How many tensors share the memory's storage: more than we made means that somebody still uses it."""
+
+    def available(self) -> dict[str, int]:
+        """Bytes that can be used on `device` and `host`, as found now."""
+
+    def owns(self, storage: int) -> bool:
+        """Whether a storage (by the address of its object) is memory that was handed out here."""
+
+    def watch(self, meter: Any) -> None:
+        """Tells `meter` before and after device memory for chunks changes hands; None ends it."""
+
+    def synchronize(self) -> None:
+        """Waits for everything that was started."""
+
+    def held(self) -> dict[str, int]:
+        """Bytes of memory handed out per tier, counted here and not by the ledger."""
+
+    def close(self) -> None: ...

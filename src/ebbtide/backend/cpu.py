@@ -1,0 +1,156 @@
+"""The CPU as a device: a RAM budget that chunks are really copied into and out of.
+
+Note [one heap of slabs]: device and host tier are both RAM here, so a slab freed by one tier serves the
+other. An evicted chunk's slab is what the next chunk lands in, and RSS stays at what is reserved.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+import torch
+
+from ebbtide.backend.slabs import Slabs
+from ebbtide.kernels import cpu_kernels
+
+
+class CopyEvent:
+    """The end of a copy on a background thread."""
+
+    __slots__ = ("_error", "_flag")
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        self._flag.wait()
+        if self._error is not None:
+            raise self._error
+
+    synchronize = wait
+
+    def done(self) -> bool:
+        return self._flag.is_set()
+
+    def set(self, error: BaseException | None) -> None:
+        self._error = error
+        self._flag.set()
+
+
+class Stream:
+    """A thread that does one job after the other.
+
+    Unlike a thread pool it lets go of a job's tensors before it reports the end: their storages' use counts
+    decide whether a chunk may be evicted.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], CopyEvent] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> CopyEvent:
+        event = CopyEvent()
+        self._jobs.put((job, event))
+        return event
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, event = item
+            del item
+            error: BaseException | None = None
+            try:
+                job()
+            except BaseException as caught:
+                error = caught
+            del job
+            event.set(error)
+            del event
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+
+class CpuBackend:
+    kind = "cpu"
+
+    def __init__(self, poison: bool = False, rates: dict[str, float] | None = None) -> None:
+        """`rates` (bytes a second by link) imitate a slow bus; `poison` fills freed memory with NaN."""
+        self.device = torch.device("cpu")
+        self._poison = poison
+        self._rates = rates or {}
+        self._kernels = cpu_kernels()
+        self._slabs = Slabs()
+        self._lock = threading.Lock()
+        self._held: dict[str, int] = {"device": 0, "host": 0}
+        self._streams = {link: Stream(f"ebbtide-{link}") for link in ("host_to_device", "device_to_host")}
+
+    def allocate(self, tier: str, count: int) -> torch.Tensor:
+        with self._lock:
+            slab = self._slabs.take(count)
+            self._held[tier] += count
+        return slab
+
+    def free(self, tier: str, memory: torch.Tensor) -> None:
+        if self._poison:
+            # All bits set is a NaN in every floating dtype.
+            memory.fill_(0xFF)
+        with self._lock:
+            self._held[tier] -= memory.numel()
+            self._slabs.put(memory)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> CopyEvent:
+        return self._streams[link].submit(partial(self._copy, destination, source, link))
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> None:
+        start = time.perf_counter()
+        self._kernels.copy(destination, source)
+        rate = self._rates.get(link)
+        if rate:
+            time.sleep(max(0.0, source.numel() / rate - (time.perf_counter() - start)))
+
+    def aliases(self, memory: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+
+    def owns(self, storage: int) -> bool:
+        return storage in self._slabs.storages
+
+    def watch(self, meter: Any) -> None:
+        """A storage meter tells chunks from other storages by itself."""
+
+    def available(self) -> dict[str, int]:
+        free = psutil.virtual_memory().available
+        limit = _cgroup_limit()
+        if limit is not None:
+            free = min(free, limit - psutil.Process(os.getpid()).memory_info().rss)
+        return {"device": free, "host": free}
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.submit(lambda: None).wait()
+
+    def held(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._held)
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+def _cgroup_limit() -> int | None:
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

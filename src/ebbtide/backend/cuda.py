@@ -1,0 +1,152 @@
+"""A CUDA device: chunks from torch's caching allocator, copies on streams of their own, a registered host arena.
+
+Note [stream order]: device memory is allocated and freed in the order of the compute stream, so it needs no
+`record_stream`. A copy waits for everything the compute stream was given before it; the computation that
+follows waits for the copy's event. A chunk that leaves is freed only after the compute stream has been told
+to wait for the copy, so whoever gets the memory next comes after it. The host's memory is protected by
+events that the host itself synchronises with before it reads, writes or reuses it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import psutil
+import torch
+
+from ebbtide.backend.slabs import Slabs, map_memory
+from ebbtide.errors import BudgetError
+from ebbtide.units import format_size, round_up
+
+_SEGMENT = 1 << 30
+
+
+class StreamEvent:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+
+class _Registered:
+    """Host memory in large segments, each registered with the driver once and kept until the process ends."""
+
+    def __init__(self) -> None:
+        self._segment: torch.Tensor | None = None
+        self._used = 0
+
+    def __call__(self, count: int) -> torch.Tensor:
+        step = round_up(count, mmap.PAGESIZE)
+        if self._segment is None or self._used + step > self._segment.numel():
+            self._segment = map_memory(max(_SEGMENT, step))
+            self._used = 0
+            self._register(self._segment)
+        memory = self._segment[self._used : self._used + count]
+        self._used += step
+        return memory
+
+    def _register(self, segment: torch.Tensor) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), segment.numel(), 0)
+        if int(code) != 0:
+            raise BudgetError(
+                f"host: the driver could not register {format_size(segment.numel())} of memory (CUDA error {int(code)})",
+                tier="host",
+                short=segment.numel(),
+                advice="lower host.memory, or raise the limit on locked memory (ulimit -l)",
+            )
+
+
+class CudaBackend:
+    kind = "cuda"
+
+    def __init__(self, poison: bool = False) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._poison = poison
+        self._host = Slabs(_Registered(), returns=False)
+        self._streams = {
+            link: torch.cuda.Stream(self.device) for link in ("host_to_device", "device_to_host")
+        }
+        self._held = {"device": 0, "host": 0}
+        self._meter: Any = None
+        self._storages: set[int] = set()
+        _expandable_segments()
+
+    def allocate(self, tier: str, count: int) -> torch.Tensor:
+        self._held[tier] += count
+        if tier == "host":
+            return self._host.take(count)
+        self._changes()
+        memory = torch.empty(count, dtype=torch.uint8, device=self.device)
+        self._changed()
+        self._storages.add(memory.untyped_storage()._cdata)
+        return memory
+
+    def free(self, tier: str, memory: torch.Tensor) -> None:
+        if self._poison:
+            memory.fill_(0xFF)
+        if tier == "host":
+            self._held[tier] -= memory.numel()
+            self._host.put(memory)
+            return
+        self._changes()
+        self._held[tier] -= memory.numel()
+        self._storages.discard(memory.untyped_storage()._cdata)
+        # Freed here and not when the caller's reference goes, so that the meter starts again after it.
+        memory.untyped_storage().resize_(0)
+        self._changed()
+
+    def _changes(self) -> None:
+        if self._meter is not None:
+            self._meter.split()
+
+    def _changed(self) -> None:
+        if self._meter is not None:
+            self._meter.restart()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> StreamEvent:
+        stream = self._streams[link]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            destination.copy_(source, non_blocking=True)
+            event.record(stream)
+        return StreamEvent(event)
+
+    def aliases(self, memory: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+
+    def owns(self, storage: int) -> bool:
+        return storage in self._storages
+
+    def watch(self, meter: Any) -> None:
+        self._meter = meter
+
+    def available(self) -> dict[str, int]:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return {"device": free, "host": psutil.virtual_memory().available}
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def held(self) -> dict[str, int]:
+        return dict(self._held)
+
+    def close(self) -> None:
+        self.synchronize()
+
+
+def _expandable_segments() -> None:
+    """Activations and chunks then share physical memory, whatever their sizes."""
+    settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
+    if settings is not None:
+        settings("expandable_segments:True")

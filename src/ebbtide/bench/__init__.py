@@ -1,0 +1,1 @@
+"""Measurements: ratios taken interleaved in one run, medians of several."""

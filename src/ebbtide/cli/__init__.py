@@ -1,0 +1,1 @@
+"""The command line: flags in, text or JSON out."""

@@ -1,0 +1,75 @@
+"""The subcommands, and how every error becomes one message and an exit status.
+
+Torch is imported by the commands themselves, so that help and misspelt flags answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from ebbtide.cli.bench import bench
+from ebbtide.cli.demo import demo
+from ebbtide.cli.train import train
+from ebbtide.errors import EbbtideError, nearest
+
+app = typer.Typer(
+    name="ebbtide",
+    help="Train transformer models larger than GPU memory, with the same numbers as if everything had fitted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.add_typer(bench, name="bench")
+app.command()(demo)
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit status: 0, or 2 with one message on standard error; a bug keeps its traceback."""
+    try:
+        return get_command(app).main(list(arguments), prog_name="ebbtide", standalone_mode=False) or 0
+    except EbbtideError as error:
+        return _refuse(str(error))
+    except typer.Abort:
+        return INTERRUPTED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _refuse(f"{where}{error.strerror or error}")
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what typer raises for a command line that it cannot read
+            raise
+        return _refuse(_usage(error, arguments))
+
+
+def _usage(error: Any, arguments: Sequence[str]) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command if context is not None else get_command(app)
+    option = getattr(error, "option_name", None)
+    flags = [flag for parameter in command.params for flag in parameter.opts]
+    if option is not None and option not in flags:
+        message = f"unknown flag {option}{nearest(option, flags)}"
+    else:
+        message = error.format_message() + _found(error, arguments)
+    return f"{message} (see `{context.command_path if context is not None else 'ebbtide'} --help`)"
+
+
+def _found(error: Any, arguments: Sequence[str]) -> str:
+    """The value that a flag could not take; typer names the flag only."""
+    given = dict(pairwise(arguments))
+    given |= {flag: value for flag, equals, value in (a.partition("=") for a in arguments) if equals}
+    flags = getattr(getattr(error, "param", None), "opts", [])
+    return "".join(f", found {given[flag]!r}" for flag in flags if flag in given)
+
+
+def _refuse(message: str) -> int:
+    print(f"ebbtide: {message}", file=sys.stderr)
+    return BAD_INPUT

@@ -1,0 +1,71 @@
+"""`ebbtide bench`: what the mechanisms cost, measured on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from ebbtide.cli.options import at_least
+from ebbtide.cli.process import keep_freed_memory
+
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+Json = Annotated[bool, Option("--json", help="End with one line of JSON.")]
+Model = Annotated[str, Option(help="A preset or the path of a config.json.")]
+Batch = Annotated[int, Option(help="Sequences in a batch.")]
+Seq = Annotated[int, Option(help="Length of a sequence.")]
+Repeats = Annotated[int, Option(help="Measured steps of each variant.")]
+
+
+@bench.command()
+def update(
+    elements: Annotated[int, Option(help="Parameters that are updated.")] = 100_000_000,
+    rounds: Annotated[int, Option(help="Measured updates of each variant.")] = 7,
+    threads: Annotated[int, Option(help="That all variants run on.")] = 2,
+    json: Json = False,
+) -> None:
+    """The one-pass update against torch's fused AdamW with its casts, and against the memory."""
+    for flag, value in (("--elements", elements), ("--rounds", rounds), ("--threads", threads)):
+        at_least(flag, value, 1)
+    from ebbtide.bench.update import run
+
+    _print(run(elements, rounds, threads), json)
+
+
+@bench.command()
+def overhead(
+    model: Model = "gpt2-124m", batch: Batch = 2, seq: Seq = 256, repeats: Repeats = 15, json: Json = False
+) -> None:
+    """A step with everything resident against plain PyTorch's."""
+    options = _options(model, batch, seq, repeats)
+    from ebbtide.bench.overhead import run
+
+    keep_freed_memory()
+    _print(run(**options), json)
+
+
+@bench.command()
+def offload(
+    model: Model = "gpt2-124m", batch: Batch = 2, seq: Seq = 256, repeats: Repeats = 7, json: Json = False
+) -> None:
+    """A step under ever smaller device budgets against the resident one."""
+    options = _options(model, batch, seq, repeats)
+    from ebbtide.bench.offload import run
+
+    keep_freed_memory()
+    _print(run(**options), json)
+
+
+def _options(model: str, batch: int, seq: int, repeats: int) -> dict[str, Any]:
+    for flag, value in (("--batch", batch), ("--seq", seq), ("--repeats", repeats)):
+        at_least(flag, value, 1)
+    return {"model": model, "batch": batch, "seq": seq, "repeats": repeats}
+
+
+def _print(result: Mapping[str, Any], json: bool) -> None:
+    from ebbtide.cli.output import print_json, print_result
+
+    (print_json if json else print_result)(result)

@@ -1,0 +1,159 @@
+"""`ebbtide demo`: a small GPT learns to write Python in less device memory than it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from ebbtide.cli.data import Text
+    from ebbtide.cli.loop import Training
+
+SHAPE = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128}
+BATCH, SEQ, LR = 8, 128, 2e-3
+CHECKED = 3
+"""Steps after which the weights are compared with those of the unrestricted run."""
+TRAINING_SECONDS = 50
+LEAST, MOST = 40, 1500
+"""Steps, however slow or fast the machine is."""
+PROMPTS = (b"def ", b"if n", b"impo")
+WRITTEN = 110
+
+
+def demo() -> None:
+    """Train a small GPT under a device budget of its activations plus a quarter of its model data."""
+    from ebbtide.cli.data import load_text
+    from ebbtide.cli.output import with_progress
+    from ebbtide.units import format_size
+
+    console = Console(highlight=False)
+    text = load_text(None)
+    console.print(
+        f"[bold]A small GPT, {text.source}.[/bold] First {CHECKED} steps with all the memory there is:"
+    )
+    precision = _fast_precision()
+    facts = _unrestricted(text, precision)
+    budget = facts["non_model"] + facts["model"] // 4
+    console.print(
+        f"  {facts['params'] / 1e6:.1f}M parameters in {precision}, {format_size(facts['model'])} of model data, "
+        f"{format_size(facts['non_model'])} of activations and temporaries at the peak.\n"
+        f"Now in {format_size(budget)}: the activations and a quarter of the model data."
+    )
+    steps = int(min(MOST, max(LEAST, TRAINING_SECONDS / facts["step_seconds"])))
+    training = _training(text, precision, steps, budget)
+    try:
+        sha = ""
+        for step in with_progress(training, quiet=False):
+            if step.number == CHECKED:
+                sha = training.engine.weights_sha256()
+        first, last = training.history[0].loss, training.history[-1].loss
+        console.print(
+            f"\nLoss {first:.2f} -> {last:.2f} in {steps} steps, {training.tokens_per_second:,.0f} tokens a second."
+        )
+        _print_moves(console, training)
+        console.print(
+            f"\nThe weights after {CHECKED} steps, as SHA-256:\n  unrestricted  {facts['sha256']}\n"
+            f"  in the budget {sha}  {'the same' if sha == facts['sha256'] else 'DIFFERENT'}\n"
+        )
+        for sample in _write(training):
+            console.rule(style="dim")
+            console.print(sample, markup=False)
+        console.rule(style="dim")
+    finally:
+        training.close()
+
+
+def _fast_precision() -> str:
+    """bf16 where the processor multiplies it; many emulate it, slower than fp32."""
+    import time
+
+    import torch
+
+    if torch.cuda.is_available():
+        return "bf16"
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.mm(a, a)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return "bf16" if seconds(torch.bfloat16) < seconds(torch.float32) else "fp32"
+
+
+def _training(text: Text, precision: str, steps: int, budget: int | str) -> Training:
+    from ebbtide.cli.loop import Training
+    from ebbtide.cli.options import Task
+    from ebbtide.config import Config
+    from ebbtide.models.presets import PRESETS
+    from ebbtide.models.spec import spec_of
+
+    settings = {"precision": precision, "optimizer.lr": LR, "device.memory": budget, "clip": 1.0}
+    task = Task("demo", None, steps, BATCH, SEQ)
+    spec = spec_of(task.model, PRESETS["gpt2-tiny"] | SHAPE)
+    return Training(task, Config().with_(settings), text, spec)
+
+
+def _unrestricted(text: Text, precision: str) -> dict[str, Any]:
+    training = _training(text, precision, CHECKED, "auto")
+    try:
+        for _ in training.steps():
+            pass
+        stats = training.engine.stats()
+        return {
+            "params": training.parameters,
+            "non_model": stats["non_model_peak"],
+            "model": sum(stats["tags"]["device"].values()),
+            "step_seconds": min(step.seconds for step in training.history),
+            "sha256": training.engine.weights_sha256(),
+        }
+    finally:
+        training.close()
+
+
+def _print_moves(console: Console, training: Training) -> None:
+    from ebbtide.cli.output import rows_table
+    from ebbtide.units import format_size
+
+    stats = training.engine.stats()
+    tiers = [
+        {"tier": tier, "budget": format_size(stats["budget_bytes"][tier]), "peak": format_size(peak)}
+        | {tag: format_size(count) for tag, count in sorted(stats["tags"][tier].items())}
+        for tier, peak in stats["peak_bytes"].items()
+    ]
+    steps = len(training.history)
+    links = [
+        {"link": link.replace("_", " "), "moved": format_size(count), "a step": format_size(count // steps)}
+        for link, count in stats["moved_bytes"].items()
+    ]
+    console.print(rows_table("Where the bytes were (peaks)", tiers))
+    console.print(rows_table("What moved", links))
+    console.print(
+        f"{stats['fetches']:,} fetches, {stats['evictions']:,} evictions, "
+        f"{stats['drops']:,} clean copies dropped without traffic."
+    )
+
+
+def _write(training: Training) -> list[str]:
+    """What the model now writes: three samples at once, always the same for the same weights."""
+    import torch
+
+    prompts = torch.tensor([list(prompt) for prompt in PROMPTS])
+    engine = training.engine
+    engine.module.eval()
+    torch.manual_seed(0)
+    with engine.resident(), torch.no_grad():
+        device = next(engine.module.parameters()).device
+        ids = engine.module.generate(  # type: ignore[operator]
+            prompts.to(device), max_new_tokens=WRITTEN, do_sample=True, temperature=0.7, pad_token_id=0
+        )
+    engine.module.train()
+    return ["".join(_printable(byte) for byte in row) for row in ids.tolist()]
+
+
+def _printable(byte: int) -> str:
+    return chr(byte) if byte == ord("\n") or 32 <= byte < 127 else "."

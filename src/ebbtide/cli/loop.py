@@ -1,0 +1,178 @@
+"""A training run from its settings: model, text and engine put together, then step after step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from ebbtide.cli.data import Text, load_text
+from ebbtide.cli.options import Task
+from ebbtide.cli.process import keep_freed_memory
+from ebbtide.config import Config
+from ebbtide.engine import initialize
+from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.models import Batches, ModelSpec, find_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WARM_UP = 2
+"""Steps that are traced and planned, and count in no rate."""
+VALID_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update."""
+
+    number: int
+    loss: float
+    seconds: float
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+    valid_loss: float | None = None
+
+
+class Training:
+    """Holds the engine; `close` gives its memory back."""
+
+    def __init__(
+        self, task: Task, config: Config, text: Text | None = None, spec: ModelSpec | None = None
+    ) -> None:
+        """`text` and `spec`, where they are at hand, go before the task's data and model."""
+        self.task, self.config = task, config
+        self.spec = spec or find_model(task.model)
+        self.text = text or load_text(task.data)
+        _check_length(task, self.spec)
+        self._train = Batches(self.spec, self.text.train, task.batch, task.seq, task.seed)
+        self._valid = self._validation() if task.eval_every else None
+        module = self.spec.build(task.seed)
+        if task.checkpoint_activations:
+            if not getattr(module, "supports_gradient_checkpointing", False):
+                raise UnsupportedError(f"--checkpoint-activations: {task.model} cannot checkpoint its layers")
+            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self.parameters = sum(parameter.numel() for parameter in module.parameters())
+        self.engine = initialize(module, config)
+        keep_freed_memory()
+        self.history: list[Step] = []
+        self.seconds = {"forward_backward": 0.0, "update": 0.0}
+
+    def _validation(self) -> Batches:
+        try:
+            return Batches(self.spec, self.text.valid, self.task.batch, self.task.seq, seed=0)
+        except ConfigError as error:
+            raise ConfigError(f"--eval-every: nothing to evaluate on: {error}") from None
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Step]:
+        """Trains; what is yielded has been updated (and evaluated, where it was its turn)."""
+        for number in range(1, self.task.steps + 1):
+            step = self._step(number)
+            self.history.append(step)
+            yield step
+
+    def _step(self, number: int) -> Step:
+        begin = time.perf_counter()
+        accumulate = self.config.accumulate
+        lr = self.config.optimizer.lr * _factor(self.task.schedule, (number - 1) / self.task.steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        losses = []
+        for micro in range(accumulate):
+            batch = self._on_device(self._train.at((number - 1) * accumulate + micro))
+            start = time.perf_counter()
+            loss = self.engine(**batch).loss
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+            middle = time.perf_counter()
+            result = self.engine.step()
+            self.seconds["forward_backward"] += middle - start
+            self.seconds["update"] += time.perf_counter() - middle
+        mean = sum(float(loss) for loss in losses) / accumulate
+        seconds = time.perf_counter() - begin
+        due = self.task.eval_every and (number % self.task.eval_every == 0 or number == self.task.steps)
+        valid = self.evaluate() if due else None
+        return Step(number, mean, seconds, lr, result.grad_norm, result.skipped, valid)
+
+    def _on_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Inputs where, and in the precision that, the model computes."""
+        device = next(self.engine.module.parameters()).device
+        dtype = DTYPES[self.config.precision]
+        return {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in batch.items()
+        }
+
+    def evaluate(self) -> float:
+        """The mean loss over the same few batches of the text that is not trained on."""
+        assert self._valid is not None
+        module = self.engine.module
+        module.eval()
+        with torch.no_grad():
+            losses = [self.engine(**self._on_device(self._valid.at(i))).loss for i in range(VALID_BATCHES)]
+        module.train()
+        return sum(float(loss) for loss in losses) / VALID_BATCHES
+
+    # -- what came of it ------------------------------------------------------------------------------
+
+    @property
+    def step_seconds(self) -> float:
+        """The median, without the steps that are traced."""
+        taken = [step.seconds for step in self.history]
+        return median(taken[WARM_UP:] or taken)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._train.tokens * self.config.accumulate / self.step_seconds
+
+    def flops_per_token(self) -> float:
+        """Forward and backward: six for each parameter, and what attention multiplies besides."""
+        config = self.spec.config
+        length = self._train.tokens / self.task.batch
+        attention = 12 * getattr(config, "num_hidden_layers", 0) * getattr(config, "hidden_size", 0) * length
+        return 6 * self.parameters + attention
+
+    def summary(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        evaluated = [step.valid_loss for step in self.history if step.valid_loss is not None]
+        return {
+            "model": self.task.model,
+            "params": self.parameters,
+            "steps": len(self.history),
+            "losses": [step.loss for step in self.history],
+            "final_loss": self.history[-1].loss,
+            **({"valid_loss": evaluated[-1]} if evaluated else {}),
+            "weights_sha256": self.engine.weights_sha256(),
+            "tokens_per_second": self.tokens_per_second,
+            "tflops": self.tokens_per_second * self.flops_per_token() / 1e12,
+            "step_seconds": self.step_seconds,
+            "seconds": {**self.seconds, **stats.get("seconds", {})},
+            "peak_bytes": stats.get("peak_bytes", {}),
+            "moved_bytes": stats.get("moved_bytes", {}),
+            "budget_bytes": stats.get("budget_bytes", {}),
+            "bound_seconds": stats.get("bound_seconds"),
+            "achieved_over_bound": stats.get("achieved_over_bound"),
+            "evictions": stats.get("evictions", 0),
+            "skipped_steps": sum(step.skipped for step in self.history),
+        }
+
+
+def _check_length(task: Task, spec: ModelSpec) -> None:
+    if spec.context is not None and task.seq > spec.context:
+        raise ConfigError(f"--seq: {task.seq} is longer than the context of {task.model}, {spec.context}")
+
+
+def _factor(schedule: str, done: float) -> float:
+    """What the learning rate is multiplied by when that share of the steps is done."""
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    return 1.0 - done if schedule == "linear" else 1.0

@@ -1,0 +1,78 @@
+"""From flags to a config and checked numbers; an error names the flag, not the key behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.config import Config
+from ebbtide.errors import ConfigError, nearest
+
+CONFIG_KEYS = {
+    "--precision": "precision",
+    "--master": "master",
+    "--layout": "layout",
+    "--chunk-size": "chunk_size",
+    "--placement": "placement",
+    "--eviction": "eviction",
+    "--prefetch": "prefetch",
+    "--updates": "updates",
+    "--accumulate": "accumulate",
+    "--clip": "clip",
+    "--lr": "optimizer.lr",
+    "--device": "device.kind",
+    "--device-memory": "device.memory",
+    "--host-memory": "host.memory",
+    "--ssd-memory": "ssd.memory",
+    "--ssd-dir": "ssd.folder",
+}
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what, and for how long; where it lies is the config's."""
+
+    model: str
+    data: str | None
+    steps: int
+    batch: int
+    seq: int
+    seed: int = 0
+    schedule: str = "constant"
+    eval_every: int = 0
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            at_least(f"--{name}", getattr(self, name), 1)
+        at_least("--seq", self.seq, 2)
+        at_least("--seed", self.seed, 0)
+        at_least("--eval-every", self.eval_every, 0)
+        one_of("--schedule", self.schedule, SCHEDULES)
+
+
+def at_least(flag: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{flag}: expected a whole number of at least {least}, found {value}")
+
+
+def one_of(flag: str, value: str, choices: Iterable[str]) -> str:
+    if value in (known := list(choices)):
+        return value
+    allowed = ", ".join(f"'{choice}'" for choice in known)
+    raise ConfigError(f"{flag}: expected one of {allowed}, found {value!r}{nearest(value, known)}")
+
+
+def configure(file: Path | None, flags: Mapping[str, object]) -> Config:
+    """The config file's settings, with the flags that were given (those that are not None) in their place."""
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    config = Config.read(file)
+    try:
+        return config.with_({CONFIG_KEYS[flag]: value for flag, value in given.items()})
+    except ConfigError as error:
+        message = str(error)
+        for flag in given:
+            message = message.replace(f"config key '{CONFIG_KEYS[flag]}'", flag)
+        raise ConfigError(message) from None

@@ -1,0 +1,105 @@
+"""What a person sees: a progress bar on standard error, tables on standard output; or one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ebbtide.units import format_size
+
+if TYPE_CHECKING:
+    from ebbtide.cli.loop import Step, Training
+
+
+LINES = 10
+"""Written in place of a progress bar where standard error is no terminal."""
+
+
+def with_progress(training: Training, quiet: bool) -> Iterator[Step]:
+    """The steps, with a bar where somebody is looking, else a line now and then."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        total = training.task.steps
+        for step in training.steps():
+            if not quiet and (step.number % max(1, total // LINES) == 0 or step.number == total):
+                console.print(f"step {step.number}/{total}  {_facts(training, step)}", highlight=False)
+            yield step
+        return
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=training.task.steps, facts="first step: tracing")
+        for step in training.steps():
+            progress.update(bar, completed=step.number, facts=_facts(training, step))
+            yield step
+
+
+def _facts(training: Training, step: Step) -> str:
+    peaks = training.engine.stats()["peak_bytes"]
+    tiers = "  ".join(f"{tier} {format_size(count)}" for tier, count in peaks.items() if count)
+    return f"loss {step.loss:.4f}  {training.tokens_per_second:,.0f} tokens/s  {tiers}"
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """One line. JSON has no NaN: what is not finite becomes null."""
+    print(json.dumps(_finite(result), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """Any command's dict: its scalars as a table, each list of rows as a table of its own."""
+    console = Console()
+    facts = Table(show_header=False, box=None)
+    tables = []
+    for key, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            tables.append(rows_table(key, value))
+        elif isinstance(value, Mapping):
+            for name, item in value.items():
+                facts.add_row(f"{key}.{name}", show(key, item))
+        elif not isinstance(value, list) and value is not None:
+            facts.add_row(key, show(key, value))
+    console.print(facts)
+    for table in tables:
+        console.print(table)
+
+
+def rows_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    rows = list(rows)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
+    for row in rows:
+        table.add_row(*(show(column, row.get(column)) for column in columns))
+    return table
+
+
+def show(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key.endswith("bytes") and isinstance(value, int):
+        return format_size(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {show(key, item)}" for name, item in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,43 @@
+"""A run's folder: metrics as they come, then a model that `--model FOLDER` starts from."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from safetensors.torch import save_file
+
+from ebbtide.cli.loop import Step, Training
+
+
+class Metrics:
+    """`metrics.jsonl`, a line for each step; nothing without a folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file: IO[str] | None = None if folder is None else (folder / "metrics.jsonl").open("w")
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, step: Step) -> None:
+        if self._file is not None:
+            found = {key: value for key, value in asdict(step).items() if value is not None}
+            print(json.dumps(found), file=self._file, flush=True)
+
+
+def save_model(training: Training, folder: Path) -> None:
+    """Master weights in safetensors beside the model's config.json. Tied weights are written once."""
+    config = training.spec.config
+    config.architectures = [type(training.engine.module).__name__]
+    config.to_json_file(folder / "config.json")
+    once = {id(value): (name, value) for name, value in reversed(training.engine.state_dict().items())}
+    partial = folder / "model.safetensors.partial"
+    save_file({name: value.contiguous() for name, value in once.values()}, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")

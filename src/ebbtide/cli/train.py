@@ -1,0 +1,97 @@
+"""`ebbtide train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from ebbtide.cli.options import Task, configure, one_of
+
+if TYPE_CHECKING:
+    from ebbtide.cli.loop import Training
+
+DATA = "A text file or folder; left out: the sources of the Python standard library, as bytes."
+MODEL = "A preset (gpt2-tiny, llama-tiny, bert-tiny, t5-tiny, vit-tiny, gpt2-124m, gpt2-350m, gpt2-1b), the path of a config.json, or a folder with weights."  # noqa: E501
+SIZE = "such as 24GB or 512MiB"
+
+
+def train(
+    model: Annotated[str, Option(help=MODEL)] = "gpt2-tiny",
+    data: Annotated[str | None, Option(help=DATA)] = None,
+    steps: Annotated[int, Option(help="Updates, in total.")] = 100,
+    batch: Annotated[int, Option(help="Sequences in a micro-batch, over all ranks.")] = 4,
+    seq: Annotated[int, Option(help="Length of a sequence; images have their own.")] = 128,
+    accumulate: Annotated[int | None, Option(help="Micro-batches in a step.")] = None,
+    clip: Annotated[float | None, Option(help="Clip the gradients to this global norm.")] = None,
+    lr: Annotated[float | None, Option(help="Learning rate.")] = None,
+    schedule: Annotated[str, Option(help="Of the learning rate: constant, cosine or linear.")] = "constant",
+    seed: Annotated[int, Option(help="Of drawn weights and of batches.")] = 0,
+    eval_every: Annotated[int, Option(help="Steps between evaluations; 0: none.")] = 0,
+    precision: Annotated[str | None, Option(help="bf16, fp16 or fp32.")] = None,
+    master: Annotated[str | None, Option(help="auto, split or separate.")] = None,
+    layout: Annotated[str | None, Option(help="chunk, page or tensor.")] = None,
+    chunk_size: Annotated[str | None, Option(help=f"Of a chunk or page: auto, or {SIZE}.")] = None,
+    placement: Annotated[str | None, Option(help="auto, host or static.")] = None,
+    eviction: Annotated[str | None, Option(help="farthest-next-use, lru or list-order.")] = None,
+    prefetch: Annotated[str | None, Option(help="on or off.")] = None,
+    updates: Annotated[str | None, Option(help="exact, in-backward or lock-free.")] = None,
+    checkpoint_activations: Annotated[
+        bool, Option("--checkpoint-activations", help="Compute activations again in backward.")
+    ] = False,
+    device: Annotated[str | None, Option(help="auto, cuda or cpu.")] = None,
+    device_memory: Annotated[str | None, Option(help=f"Chunks and activations: auto, or {SIZE}.")] = None,
+    host_memory: Annotated[str | None, Option(help=f"auto, or {SIZE}.")] = None,
+    ssd_memory: Annotated[str | None, Option(help=f"auto, or {SIZE}.")] = None,
+    ssd_dir: Annotated[str | None, Option(help="Folder for the SSD tier's files.")] = None,
+    config: Annotated[Path | None, Option(help="Settings in TOML or JSON; flags go before them.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for metrics and the trained weights.")] = None,
+    json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Train a model within memory budgets."""
+    task = Task(model, data, steps, batch, seq, seed, schedule, eval_every, checkpoint_activations)
+    settings = configure(
+        config,
+        {
+            "--precision": precision,
+            "--master": master,
+            "--layout": layout,
+            "--chunk-size": chunk_size,
+            "--placement": placement,
+            "--eviction": eviction,
+            "--prefetch": None if prefetch is None else one_of("--prefetch", prefetch, ("on", "off")) == "on",
+            "--updates": updates,
+            "--accumulate": accumulate,
+            "--clip": clip,
+            "--lr": lr,
+            "--device": device,
+            "--device-memory": device_memory,
+            "--host-memory": host_memory,
+            "--ssd-memory": ssd_memory,
+            "--ssd-dir": ssd_dir,
+        },
+    )
+    from ebbtide.cli.loop import Training
+    from ebbtide.cli.output import print_json, print_result
+
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    training = Training(task, settings)
+    try:
+        _run(training, out, quiet=json)
+        result = training.summary()
+    finally:
+        training.close()
+    (print_json if json else print_result)(result)
+
+
+def _run(training: Training, out: Path | None, quiet: bool) -> None:
+    from ebbtide.cli.output import with_progress
+    from ebbtide.cli.save import Metrics, save_model
+
+    with Metrics(out) as metrics:
+        for step in with_progress(training, quiet):
+            metrics.add(step)
+    if out is not None:
+        save_model(training, out)

@@ -1,0 +1,394 @@
+"""What a user holds: forward, backward, step, and the module's values by name."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.backend import Backend, open_backend
+from ebbtide.config import Config
+from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, nearest
+from ebbtide.kernels import cpu_kernels, gpu_kernels
+from ebbtide.memory.ledger import Ledger
+from ebbtide.optimizer import EngineOptimizer
+from ebbtide.run.executor import Executor
+from ebbtide.run.scaler import LossScaler
+from ebbtide.run.session import Session
+from ebbtide.run.setup import choose, resolve_budgets, signature_of
+from ebbtide.state import values
+
+
+@dataclass(frozen=True)
+class StepResult:
+    updated: bool
+    """False while gradients accumulate, and where the step was skipped."""
+    skipped: bool = False
+    """The gradients were not finite, and the config says to go on."""
+    grad_norm: float | None = None
+    """Global norm of the mean gradient, before clipping; only with clipping or loss scaling."""
+    loss_scale: float = 1.0
+
+
+@dataclass
+class Tiers:
+    """Memory that all engines of this process on one kind of device share."""
+
+    backend: Backend
+    ledger: Ledger
+    executors: list[Executor]
+
+
+_shared: dict[str, Tiers] = {}
+
+
+def initialize(
+    module: nn.Module,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    param_groups: Iterable[dict[str, Any]] | None = None,
+) -> Engine:
+    """Takes over a module's parameters and returns the engine that trains it.
+
+    `config` is a Config, a dict of its keys, or a TOML or JSON file. `param_groups` are those of
+    torch.optim.AdamW; left out, all parameters that require gradients form one group.
+    """
+    return Engine(module, Config.read(config), param_groups)
+
+
+class Engine:
+    def __init__(
+        self, module: nn.Module, config: Config, param_groups: Iterable[dict[str, Any]] | None = None
+    ) -> None:
+        _refuse_unbuilt(config)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
+        if config.threads != "auto":
+            torch.set_num_threads(int(config.threads))
+        self.config = config
+        self.module = module
+        self.steps = 0
+        tiers = _tiers(config)
+        self._tiers = tiers
+        on_host = cpu_kernels()
+        kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
+        choice = choose(module, config)
+        self._session = Session(module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors)
+        self._scaler = LossScaler() if config.precision == "fp16" else None
+        self.optimizer = self._make_optimizer(param_groups)
+        self._broken = ""
+        self._losses: list[torch.Tensor] = []
+        self._applied = False
+
+    def _make_optimizer(self, param_groups: Iterable[dict[str, Any]] | None) -> EngineOptimizer:
+        settings = self.config.optimizer
+        defaults = {
+            "lr": settings.lr,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+        }
+        known = {id(p) for p in self.module.parameters()}
+        if param_groups is None:
+            groups = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
+            if not groups[0]["params"]:
+                groups = [{"params": list(self.module.parameters())}]
+        else:
+            groups = [dict(group) for group in param_groups]
+        for place, group in enumerate(groups):
+            group["params"] = list(group["params"])
+            unknown = [p for p in group["params"] if id(p) not in known]
+            if unknown:
+                raise ConfigError(
+                    f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
+                    "pass those of module.named_parameters()"
+                )
+            odd = set(group) - {"params", "name", "initial_lr", *defaults}
+            if odd:
+                key = sorted(odd)[0]
+                raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, defaults)}")
+        optimizer = EngineOptimizer(groups, defaults, self._update)
+        self._session.updates.regroup(optimizer.param_groups)
+        return optimizer
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. With gradients enabled it is a training pass, traced and planned."""
+        self._check()
+        session = self._session
+        session.reclaim()
+        if not torch.is_grad_enabled():
+            with session.interceptor.scope():
+                return self.module(*args, **kwargs)
+        session.begin_training(signature_of(args, kwargs, self.module.training), args, kwargs)
+        with session.running():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
+        self._check()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
+            raise ConfigError(f"backward takes the loss, a tensor with one element; it was given {found}")
+        if loss.grad_fn is None:
+            raise ConfigError(
+                "the loss does not depend on any parameter that requires gradients; nothing to do"
+            )
+        session = self._session
+        in_backward = self.config.updates == "in-backward"
+        if in_backward:
+            self._before_in_backward(loss)
+        self._losses.append(loss.detach())
+        before = session.updates.applied
+        try:
+            session.backward(loss if self._scaler is None else loss * self._scaler.scale)
+        except RuntimeError as error:
+            if in_backward and session.updates.applied != before:
+                self._broken = "an exception inside backward left some parameters updated and others not"
+            if "backward through the graph a second time" in str(error):
+                raise UnsupportedError(
+                    "a second backward through the same graph: its tensors are gone. Run forward again, or add the "
+                    "losses and call engine.backward once"
+                ) from error
+            raise
+        except BaseException:
+            if in_backward and session.updates.applied != before:
+                self._broken = "an exception inside backward left some parameters updated and others not"
+            raise
+
+    def _before_in_backward(self, loss: torch.Tensor) -> None:
+        if self._session.micro:
+            raise StateError(
+                'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
+                "the next backward"
+            )
+        if self.config.nonfinite == "stop" and not math.isfinite(float(loss.detach())):
+            raise NonFiniteError(
+                f"step {self.steps + 1}: the loss is {float(loss.detach())}; nothing was updated"
+            )
+        self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
+        self._session.updates.regroup(self.optimizer.param_groups)
+
+    def step(self) -> StepResult:
+        """Updates the weights, on every `accumulate`-th call."""
+        self._check()
+        session = self._session
+        if session.micro == 0:
+            raise StateError(
+                "engine.step() without a backward pass before it: call engine.backward(loss) first"
+            )
+        if session.micro < self.config.accumulate:
+            return StepResult(False, loss_scale=self.loss_scale)
+        losses, self._losses = self._losses, []
+        if self.config.updates == "in-backward":
+            self.optimizer.step()
+            return StepResult(True, loss_scale=self.loss_scale)
+        updates = session.updates
+        bad = self._nonfinite(losses)
+        if bad and (self._scaler is not None or self.config.nonfinite == "continue"):
+            session.drop_gradients()
+            session.unmanaged.discard()
+            if self._scaler is not None:
+                self._scaler.update(True)
+            return StepResult(False, True, loss_scale=self.loss_scale)
+        if bad:
+            session.drop_gradients()
+            session.unmanaged.discard()
+            raise NonFiniteError(
+                f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
+                'gradients, or set nonfinite = "continue" to skip such steps'
+            )
+        unscale = 1.0 / (self.loss_scale * self.config.accumulate)
+        norm: float | None = None
+        factor = unscale
+        if self.config.clip is not None or self._scaler is not None:
+            total = updates.square_sum()
+            for name in sorted(squares := session.unmanaged.squares()):
+                total += squares[name]
+            norm = math.sqrt(total) * unscale
+        if self.config.clip is not None and norm is not None:
+            factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
+        self._factor = factor
+        self.optimizer.step()
+        if self._scaler is not None:
+            self._scaler.update(False)
+        return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+
+    def _nonfinite(self, losses: list[torch.Tensor]) -> str:
+        for loss in losses:
+            if not math.isfinite(float(loss)):
+                return f"the loss is {float(loss)}"
+        names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
+        if names:
+            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            return f"the gradient of {names[0]}{more} is not finite"
+        return ""
+
+    def _update(self) -> None:
+        """What `optimizer.step()` does."""
+        session = self._session
+        if session.micro == 0:
+            raise StateError(
+                "optimizer.step() without gradients: call engine.backward(loss), then engine.step()"
+            )
+        if self.config.updates == "in-backward":
+            session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
+            session.drop_gradients()
+        else:
+            session.updates.regroup(self.optimizer.param_groups)
+            session.apply(self._factor)
+            session.unmanaged.apply(self.optimizer.param_groups, self._factor)
+        self.steps += 1
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    def _check(self) -> None:
+        if self._broken:
+            raise StateError(
+                f"the engine is partially stepped: {self._broken}. Load weights with load_state_dict()"
+            )
+
+    # -- values ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def weights(self, *patterns: str, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
+        self._session.reclaim()
+        found = {name: values.load(self._session, name) for name in self._match(patterns)}
+        yield found
+        if write:
+            for name, value in found.items():
+                values.save(self._session, name, value)
+
+    @contextmanager
+    def gradients(self, *patterns: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Held gradients by name, between backward and step; parameters without one are left out."""
+        if self.config.updates != "exact":
+            raise UnsupportedError(
+                'gradients are consumed in backward; use updates = "exact" to look at them'
+            )
+        found = {name: values.gradient(self._session, name) for name in self._match(patterns)}
+        yield {name: value for name, value in found.items() if value is not None}
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """All parameters stay on the device: for generate() and evaluation."""
+        self._session.reclaim()
+        executor = self._session.executor
+        held = []
+        try:
+            for index in range(len(self._session.layout.chunks)):
+                chunk = self._session.data.parameter_chunk(index)
+                executor.hold(chunk)
+                held.append(chunk)
+            yield
+        finally:
+            for chunk in held:
+                chunk.pins -= 1
+
+    def _match(self, patterns: tuple[str, ...]) -> list[str]:
+        names = values.names(self._session)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(f"{pattern!r} matches no parameter{nearest(pattern, names)}")
+        return [n for n in names if not patterns or any(fnmatchcase(n, p) for p in patterns)]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights (master precision) and buffers under the module's own keys, on the host."""
+        self._session.reclaim()
+        return values.state_dict(self._session)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes weights and buffers by name; every key must be there and no other."""
+        self._session.drop_gradients()
+        values.load_state_dict(self._session, state)
+        self._broken = ""
+
+    def weights_sha256(self) -> str:
+        """Hash of the fp32 master weights in name order."""
+        self._session.reclaim()
+        digest = hashlib.sha256()
+        for name in sorted(values.names(self._session)):
+            value = values.load(self._session, name).contiguous()
+            digest.update(value.view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    # -- facts ----------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes moved, evictions, peaks by tier and tag, traces, the plan in force."""
+        session = self._session
+        ledger = self._tiers.ledger
+        plan = session.executor.plan
+        return {
+            "moved_bytes": dict(session.store.traffic.moved),
+            "fetches": session.store.traffic.fetches,
+            "evictions": session.store.traffic.evictions,
+            "drops": session.store.traffic.drops,
+            "peak_bytes": dict(ledger.peak),
+            "budget_bytes": dict(ledger.budgets),
+            "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
+            "traces": session.traces.count,
+            "diverged": session.executor.diverged,
+            "symbolic": session.symbolic_note,
+            "device_state_chunks": session.updates.homes.count("device"),
+            "chunks": len(session.layout.chunks),
+            "utilisation": session.layout.utilisation,
+            "planned_traffic": plan.traffic if plan else None,
+            "least_device_bytes": plan.least if plan else None,
+            "non_model_peak": plan.record.peak if plan else None,
+        }
+
+    def check_integrity(self) -> None:
+        """Raises unless the books of every tier add up."""
+        self._session.store.check_integrity()
+
+    def close(self) -> None:
+        """Gives all memory back. The module cannot be used afterwards."""
+        self._session.close()
+        self._broken = "it was closed"
+
+
+def _tiers(config: Config) -> Tiers:
+    """The process's tiers for this kind of device: a second engine shares the first one's budgets."""
+    kind = config.device.kind
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    tiers = _shared.get(kind)
+    if tiers is None or not tiers.executors:
+        backend = open_backend(kind, config.poison)
+        tiers = _shared[kind] = Tiers(backend, Ledger(resolve_budgets(config, backend)), [])
+        return tiers
+    for tier, asked in (("device", config.device.memory), ("host", config.host.memory)):
+        if asked not in ("auto", tiers.ledger.budgets[tier]):
+            raise ConfigError(
+                f"{tier}.memory: another engine in this process has {tiers.ledger.budgets[tier]} bytes, this one asks "
+                f"for {asked}; engines on one device share a budget: use the same value or 'auto', or close the other"
+            )
+    return tiers
+
+
+def _refuse_unbuilt(config: Config) -> None:
+    if config.updates == "lock-free":
+        raise UnsupportedError('updates = "lock-free" is not built yet; use "exact" or "in-backward"')
+    if config.ssd.memory != 0:
+        raise UnsupportedError("ssd.memory: the SSD tier is not built yet; set it to 0")
+    if config.host_modules:
+        raise UnsupportedError("host_modules is not built yet; leave it empty")
+
+
+__all__ = ["Engine", "StepResult", "initialize"]

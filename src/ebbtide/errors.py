@@ -1,0 +1,55 @@
+"""Everything ebbtide raises on purpose. A message says what was expected, what was found and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class EbbtideError(Exception):
+    """Base of all errors below: the command turns them into one line and exit status 2."""
+
+
+class ConfigError(EbbtideError):
+    """A setting that is unknown, of the wrong type, out of range, or at odds with another one."""
+
+
+class BudgetError(EbbtideError):
+    """A tier is too small; says by how many bytes, and which settings would fit."""
+
+    def __init__(self, message: str, *, tier: str, short: int, advice: str) -> None:
+        super().__init__(f"{message}; {advice}")
+        self.tier = tier
+        self.short = short
+        self.advice = advice
+
+
+class LayoutError(EbbtideError):
+    """A tensor that cannot be placed in chunks, or a cut that cannot be made."""
+
+
+class StateError(EbbtideError):
+    """An illegal transition; carries the object's history, because the mistake was made earlier."""
+
+    def __init__(self, message: str, history: Sequence[str] = ()) -> None:
+        lines = "".join(f"\n  {line}" for line in history)
+        super().__init__(f"{message}; its history, oldest first:{lines}" if lines else message)
+        self.history = tuple(history)
+
+
+class IntegrityError(EbbtideError):
+    """The books do not add up, or bytes came back other than they were written."""
+
+
+class NonFiniteError(EbbtideError):
+    """A loss or a gradient that is not finite, where the config says to stop."""
+
+
+class UnsupportedError(EbbtideError):
+    """A feature that is refused by name, rather than computed wrongly."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: "; did you mean 'x'?", or nothing."""
+    close = difflib.get_close_matches(word, list(choices), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,191 @@
+"""Module and parameter events: when a module runs, and when somebody else reads its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ebbtide.errors import UnsupportedError
+from ebbtide.intercept.observer import Observer
+from ebbtide.intercept.runs import ParameterRun, Unit
+from ebbtide.intercept.saved import SavedTensors
+
+
+class ParameterTable(dict[str, Any]):
+    """A module's `_parameters` that tells when a parameter is read while its module is not running.
+
+    nn.MultiheadAttention never calls `out_proj`, it reads its weight; tied heads and functional code do alike.
+    """
+
+    __slots__ = ("_interceptor", "_runs")
+
+    def __init__(self, values: dict[str, Any], runs: dict[str, int], interceptor: Interceptor) -> None:
+        super().__init__(values)
+        self._runs = runs
+        self._interceptor = interceptor
+
+    def __getitem__(self, name: str) -> Any:
+        run = self._runs.get(name)
+        if run is not None and not self._interceptor.active[run]:
+            self._interceptor.foreign_read(run)
+        return dict.__getitem__(self, name)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedError(
+            "a managed module cannot be copied or pickled: its weights are not all in one place. "
+            "Use engine.state_dict() or engine.weights() for the values, or copy it before initialize()"
+        )
+
+    __deepcopy__ = _refuse
+    __reduce_ex__ = _refuse
+
+
+class _Frame:
+    """One running module: what it pinned by reading others' weights, and whether it pushed saved-tensor hooks."""
+
+    __slots__ = ("foreign", "pushed", "unit")
+
+    def __init__(self, unit: Unit | None, pushed: bool) -> None:
+        self.unit = unit
+        self.pushed = pushed
+        self.foreign: list[int] = []
+
+
+class Interceptor:
+    """Installs the hooks on a module and reports to `observer`, which may be exchanged between iterations."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        runs: Sequence[ParameterRun],
+        units: Sequence[tuple[nn.Module, Unit]],
+        observer: Observer,
+    ) -> None:
+        self.observer = observer
+        self.active = [0] * len(runs)
+        self._parameters = list(parameters)
+        self._watched = [False] * len(self._parameters)
+        self._frames: list[_Frame] = []
+        self._saved = SavedTensors(lambda: self.observer)
+        self._handles: list[Any] = []
+        self._tables: list[tuple[nn.Module, ParameterTable]] = []
+        self._install(module, runs, {id(owner): unit for owner, unit in units})
+
+    # -- installation ---------------------------------------------------------------------------------
+
+    def _install(self, module: nn.Module, runs: Sequence[ParameterRun], units: dict[int, Unit]) -> None:
+        run_of = {id(self._parameters[p]): run.index for run in runs for p in run.parameters}
+        for child in module.modules():
+            unit = units.get(id(child))
+            inside = unit is not None or any(id(p) in run_of for p in child.parameters())
+            if not inside:
+                continue
+            pre = child.register_forward_pre_hook(partial(self._enter, unit), prepend=True)
+            post = child.register_forward_hook(partial(self._leave, unit), always_call=True)
+            self._handles += [pre, post]
+            if unit is not None:
+                table = ParameterTable(
+                    child._parameters,
+                    {
+                        n: run_of[id(p)]
+                        for n, p in child._parameters.items()
+                        if p is not None and id(p) in run_of
+                    },
+                    self,
+                )
+                child._parameters = table
+                self._tables.append((child, table))
+
+    def watch_gradients(self) -> None:
+        """Gradient hooks for parameters that require gradients; called each iteration, for `requires_grad`
+        may be switched on later."""
+        for index, watched in enumerate(self._watched):
+            if not watched and self._parameters[index].requires_grad:
+                hook = partial(self._gradient, index)
+                self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
+                self._watched[index] = True
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module, table in self._tables:
+            module._parameters = dict(table)
+        self._handles.clear()
+        self._tables.clear()
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
+        frame = _Frame(unit, False)
+        if unit is not None:
+            # The observer may refuse (no room): then the frame does not exist and nothing is left pinned.
+            self.observer.enter(unit)
+            for run in unit.runs:
+                self.active[run] += 1
+            frame.pushed = self._saved.push()
+        self._frames.append(frame)
+
+    def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
+        # An always-called hook also fires where our own `enter` refused: then there is no frame of this unit.
+        if self._frames and self._frames[-1].unit is unit:
+            self._close(self._frames.pop())
+
+    def _close(self, frame: _Frame) -> None:
+        if frame.pushed:
+            self._saved.pop()
+        for run in frame.foreign:
+            self.active[run] -= 1
+            self.observer.unread(run)
+        if frame.unit is not None:
+            for run in frame.unit.runs:
+                self.active[run] -= 1
+            self.observer.leave(frame.unit)
+
+    def foreign_read(self, run: int) -> None:
+        if not self._frames:
+            self.observer.read(run, outside=True)
+            return
+        self.observer.read(run, outside=False)
+        self.active[run] += 1
+        self._frames[-1].foreign.append(run)
+
+    def _gradient(self, index: int, parameter: nn.Parameter) -> None:
+        self.observer.gradient(index)
+
+    @contextmanager
+    def substituted(self, observer: Observer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Other parameters in place of the managed ones, and another observer: for an imagined pass. They stay
+        until backward is over, for checkpoints read them again there."""
+        stand_in = {id(real): other for real, other in zip(self._parameters, parameters, strict=True)}
+        previous, self.observer = self.observer, observer
+        originals = [(table, name, p) for _, table in self._tables for name, p in table.items()]
+        try:
+            for table, name, parameter in originals:
+                if id(parameter) in stand_in:
+                    dict.__setitem__(table, name, stand_in[id(parameter)])
+            with self.scope():
+                yield
+        finally:
+            for table, name, parameter in originals:
+                dict.__setitem__(table, name, parameter)
+            self.observer = previous
+
+    # -- scopes ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around a forward or backward pass of the whole model: hooks outermost, and no frame left behind."""
+        depth = len(self._frames)
+        pushed = self._saved.push()
+        try:
+            yield
+        finally:
+            while len(self._frames) > depth:
+                self._close(self._frames.pop())
+            if pushed:
+                self._saved.pop()

@@ -1,0 +1,80 @@
+"""Saved-tensor hooks: backward gets a weight from where its chunk now lives, not from where it was.
+
+Note [pairs inside checkpoints]: torch's non-reentrant checkpoint installs a pair of its own around the
+region and counts what passes through it. A pair of ours outside would never see the recomputed tensors, and
+they would hold weights in place until they are used. So a pair is pushed at each module that owns
+parameters, inside whatever is there, and hands what is not ours to that outer pair. It takes the same
+tensors in the first run and in the recomputation, so the outer pair's count stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.intercept.observer import Observer
+
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class _Delegated:
+    """What an outer pair packed, with its way back."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], value: Any) -> None:
+        self.unpack = unpack
+        self.value = value
+
+
+class _Pair:
+    __slots__ = ("observer_of", "outer")
+
+    def __init__(self, observer_of: Callable[[], Observer], outer: Hooks | None) -> None:
+        self.observer_of = observer_of
+        self.outer = outer
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = self.observer_of().pack(tensor)
+        if handle is not None:
+            return handle
+        if self.outer is None:
+            return tensor
+        return _Delegated(self.outer[1], self.outer[0](tensor))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if type(packed) is _Delegated:
+            return packed.unpack(packed.value)
+        return self.observer_of().unpack(packed)
+
+
+class SavedTensors:
+    """Pushes and pops pairs; `push` says whether there is something to pop."""
+
+    def __init__(self, observer_of: Callable[[], Observer]) -> None:
+        self._observer_of = observer_of
+        self._alone = _Pair(observer_of, None)
+
+    def push(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        outer = _top(False)
+        if outer is None:
+            pair = self._alone
+        elif isinstance(getattr(outer[0], "__self__", None), _Pair):
+            return False
+        else:
+            pair = _Pair(self._observer_of, outer)
+        _push(pair.pack, pair.unpack)
+        return True
+
+    def pop(self) -> None:
+        _pop()

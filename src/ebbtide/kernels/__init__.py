@@ -1,0 +1,46 @@
+"""Updates, gradient sums, master weights, copies: the operations that give the same bits on every device."""
+
+import warnings
+
+from ebbtide.kernels.base import BLOCK, Kernels, Operands
+from ebbtide.kernels.cpu import NativeKernels
+from ebbtide.kernels.fallback import FallbackKernels
+from ebbtide.kernels.rule import ADAM, ADAMW, RULES, Rule
+
+__all__ = [
+    "ADAM",
+    "ADAMW",
+    "BLOCK",
+    "RULES",
+    "FallbackKernels",
+    "Kernels",
+    "NativeKernels",
+    "Operands",
+    "Rule",
+    "cpu_kernels",
+    "gpu_kernels",
+]
+
+
+def cpu_kernels(threads: int | None = None, native: bool | None = None) -> Kernels:
+    """The kernels for CPU tensors: native where that can be had; `native` says it must, or must not."""
+    from ebbtide.kernels.build import load
+
+    library = load() if native is not False else None
+    if library is not None:
+        return NativeKernels(library, threads)
+    if native:
+        raise RuntimeError("there are no native kernels; `python -m ebbtide.kernels.build` says why")
+    return FallbackKernels()
+
+
+def gpu_kernels() -> Kernels:
+    """The kernels for tensors on a GPU."""
+    try:
+        from ebbtide.kernels.gpu import TritonKernels
+    except ImportError as error:
+        warnings.warn(
+            f"ebbtide runs its GPU kernels through plain torch: {error}", RuntimeWarning, stacklevel=2
+        )
+        return FallbackKernels()
+    return TritonKernels()

@@ -1,0 +1,160 @@
+"""What the kernels promise, whoever computes them: operands, forms of a master weight, the interface.
+
+Every implementation gives the same bits for every number. Exempt is only the payload of a NaN in an optimizer
+state; parameters, masters and added gradients hold NaN in its canonical form.
+
+Note "forms": parameter and master together hold one fp32 number, in one of four forms. "fp32": the
+parameter is the master. "bf16" and "fp16": the parameter is rounded from a separate fp32 master. "split":
+the bf16 parameter is the master's high half and an int16 remainder holds the rest; with `high = (bits +
+0x8000) >> 16` and `low = bits - (high << 16)` the round trip is exact. bf16 is rounded half up in bits in
+both its forms, fp16 to nearest even. NaN is made canonical first: one with all mantissa bits set would
+round into a number.
+
+Note "sums": the sum of squares of a tensor is taken in fp64 over blocks of 1,024 elements counted from its
+start. Lane l of a block adds elements l, l + 32, ... in that order, then lanes are added by halves (16
+apart, 8, 4, 2, 1). The sums of blocks are added in adjacent pairs, an odd last one carried, until one is
+left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from ebbtide.kernels.rule import Rule
+
+BLOCK = 1024
+LANES = 32
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FORMS: dict[tuple[torch.dtype, torch.dtype | None], str] = {
+    (torch.bfloat16, torch.int16): "split",
+    (torch.bfloat16, torch.float32): "bf16",
+    (torch.float16, torch.float32): "fp16",
+    (torch.float32, None): "fp32",
+}
+
+
+def form_of(parameter: Tensor, master: Tensor | None) -> str:
+    """Which form of a master weight these are (Note "forms")."""
+    form = FORMS.get((parameter.dtype, None if master is None else master.dtype))
+    if form is None:
+        found = "no master" if master is None else f"a master of {master.dtype}"
+        raise ValueError(
+            f"expected bf16 with an int16 remainder, bf16 or fp16 with an fp32 master, or fp32 alone; "
+            f"found a parameter of {parameter.dtype} with {found}"
+        )
+    return form
+
+
+def require_vectors(**vectors: Tensor | None) -> None:
+    """Refuse what are not contiguous vectors of one length on one device."""
+    length, device = -1, None
+    for name, vector in vectors.items():
+        if vector is None:
+            continue
+        if device is None:
+            length, device = vector.numel(), vector.device
+        if (
+            vector.numel() != length
+            or vector.device != device
+            or vector.dim() != 1
+            or not vector.is_contiguous()
+        ):
+            found = f"{name} of shape {tuple(vector.shape)} and strides {vector.stride()} on {vector.device}"
+            raise ValueError(
+                f"expected contiguous vectors of {length} elements on {device}, like the first; found {found}"
+            )
+
+
+def require_capture(destination: Tensor, source: Tensor) -> None:
+    if destination.shape != source.shape:
+        raise ValueError(
+            f"expected a gradient of shape {tuple(destination.shape)}, found {tuple(source.shape)}"
+        )
+    if destination.dtype not in TYPES or not is_dense(destination):
+        raise ValueError(
+            f"expected dense memory of {', '.join(TYPES.values())} to capture a gradient in; found "
+            f"{destination.dtype} of shape {tuple(destination.shape)} and strides {destination.stride()}"
+        )
+
+
+def require_numbers(numbers: Tensor) -> None:
+    if numbers.dtype != torch.float32:
+        raise ValueError(f"expected fp32 numbers, found {numbers.dtype}")
+
+
+def require_bytes(destination: Tensor, source: Tensor) -> None:
+    if destination.dtype != torch.uint8 or source.dtype != torch.uint8:
+        raise ValueError(f"expected bytes (uint8), found {source.dtype} to be copied to {destination.dtype}")
+    if destination.shape != source.shape:
+        raise ValueError(f"expected {destination.numel()} bytes to copy, found {source.numel()}")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, each once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one update reads and writes: vectors of one length.
+
+    `gradient` may be the parameter's own memory, where it has taken over the parameter's space. This needs a
+    separate master: the parameter is gone.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    master: Tensor | None
+    states: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        form = form_of(self.parameter, self.master)
+        require_vectors(parameter=self.parameter, gradient=self.gradient, master=self.master)
+        for state in self.states:
+            require_vectors(parameter=self.parameter, state=state)
+            require_numbers(state)
+        if self.gradient.dtype not in (self.parameter.dtype, torch.float32):
+            raise ValueError(
+                f"expected a gradient of {self.parameter.dtype}, as the parameter is, or of fp32; "
+                f"found {self.gradient.dtype}"
+            )
+        if form in ("split", "fp32") and self.gradient.data_ptr() == self.parameter.data_ptr() != 0:
+            raise ValueError("the gradient lies in the parameter's space, and there is no separate master")
+
+
+class Kernels(Protocol):
+    """The operations that may run on any device without changing a number."""
+
+    def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
+        """One optimizer step, in place."""
+
+    def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
+        """Copy or add a gradient; returns the sum of squares of the result, in memory order.
+
+        It is finite exactly if every element is. On a GPU it is a tensor, and reading it waits for the
+        device.
+        """
+
+    def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
+        """The same sum, of what is there already."""
+
+    def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
+        """Store fp32 numbers as parameter and master; without a master only the parameter, rounded."""
+
+    def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
+        """The fp32 numbers that parameter and master hold."""
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        """Copy bytes (uint8 vectors). Other Python threads run meanwhile."""

@@ -1,0 +1,144 @@
+"""The native kernels: pointers into tensors, handed to adam.cpp by a fixed set of threads.
+
+Short vectors run on the caller's thread. Longer ones are shared with the helpers; the caller takes part, so
+it never waits for a helper that is busy elsewhere. Results do not depend on who did what.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from ebbtide.kernels.base import (
+    BLOCK,
+    TYPES,
+    Operands,
+    form_of,
+    require_bytes,
+    require_capture,
+    require_numbers,
+    require_vectors,
+)
+from ebbtide.kernels.fallback import FallbackKernels, deliver
+from ebbtide.kernels.rule import Rule
+
+SHORT, SHORT_BYTES = 1 << 16, 1 << 20
+"""Up to this, waking a helper costs more than it saves."""
+
+Function = Callable[..., None]
+
+
+class NativeKernels:
+    """`Kernels` through the compiled library, on CPU tensors (see base.py)."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int | None = None) -> None:
+        self.threads = torch.get_num_threads() if threads is None else threads
+        self._library = library
+        self._functions: dict[str, Function | None] = {}
+        self._pairwise = library.pairwise
+        self._pairwise.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+        self._pairwise.restype = ctypes.c_double
+        self._helpers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="ebbtide-kernels")
+        self._of_thread = threading.local()
+        self._fallback = FallbackKernels()
+
+    def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
+        o = operands
+        function = self._find(f"{rule.name}_{form_of(o.parameter, o.master)}_{TYPES[o.gradient.dtype]}", 7)
+        if function is None:
+            self._fallback.update(rule, o, coefficients)
+            return
+        _require_cpu(o.parameter)
+        states = (ctypes.c_void_p * len(o.states))(*[state.data_ptr() for state in o.states])
+        numbers = (ctypes.c_float * len(coefficients))(*coefficients)
+        pointers = (o.parameter.data_ptr(), o.gradient.data_ptr(), _pointer(o.master), states, numbers)
+        self._run(function, pointers, o.parameter.numel())
+
+    def capture(self, destination: Tensor, source: Tensor, add: bool) -> float:
+        require_capture(destination, source)
+        _require_cpu(destination)
+        if source.dtype == destination.dtype and source.stride() == destination.stride() and source.is_cpu:
+            return self._sum("add" if add else "copy", destination, source.data_ptr())
+        deliver(destination, source, add)
+        return self._sum("look", destination, None)
+
+    def sum_of_squares(self, flat: Tensor) -> float:
+        require_vectors(flat=flat)
+        _require_cpu(flat)
+        return self._sum("look", flat, None)
+
+    def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
+        require_numbers(master32)
+        require_vectors(master32=master32, parameter=parameter, master=master)
+        _require_cpu(parameter)
+        alone = master is None and parameter.dtype != torch.float32
+        form = f"{TYPES[parameter.dtype]}_alone" if alone else form_of(parameter, master)
+        pointers = (parameter.data_ptr(), _pointer(master), master32.data_ptr())
+        self._run(self._get(f"split_{form}", 5), pointers, parameter.numel())
+
+    def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
+        form = form_of(parameter, master)
+        require_vectors(parameter=parameter, master=master)
+        _require_cpu(parameter)
+        out = torch.empty(parameter.shape, dtype=torch.float32)
+        pointers = (parameter.data_ptr(), _pointer(master), out.data_ptr())
+        self._run(self._get(f"join_{form}", 5), pointers, out.numel())
+        return out
+
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        require_bytes(destination, source)
+        require_vectors(destination=destination, source=source)
+        _require_cpu(destination)
+        pointers = (destination.data_ptr(), source.data_ptr())
+        self._run(self._get("move", 4), pointers, destination.numel(), SHORT_BYTES)
+
+    def _sum(self, deed: str, to: Tensor, source: int | None) -> float:
+        length = to.numel()
+        blocks = -(-length // BLOCK)
+        sums = getattr(self._of_thread, "sums", None)
+        if sums is None or len(sums) < blocks:
+            sums = self._of_thread.sums = (ctypes.c_double * max(blocks, SHORT // BLOCK))()
+        self._run(self._get(f"{deed}_{TYPES[to.dtype]}", 5), (to.data_ptr(), source, sums), length)
+        return float(self._pairwise(sums, blocks))
+
+    def _run(self, function: Function, pointers: tuple[object, ...], length: int, short: int = SHORT) -> None:
+        if length <= short or self.threads == 1:
+            function(*pointers, None, length)
+            return
+        drawn = ctypes.c_int64(0)  # the counter of Note "shared work" in adam.cpp
+        arguments = (*pointers, ctypes.addressof(drawn), length)
+        helping = [self._helpers.submit(function, *arguments) for _ in range(self.threads - 1)]
+        try:
+            function(*arguments)
+        finally:
+            for helper in helping:  # they use the caller's memory until they are done
+                if not helper.cancel():
+                    helper.result()
+
+    def _get(self, name: str, arguments: int) -> Function:
+        function = self._find(name, arguments)
+        if function is None:
+            raise ValueError(f"there is no native kernel {name}")
+        return function
+
+    def _find(self, name: str, arguments: int) -> Function | None:
+        """The function, with its pointers and its length declared; None where the library has none."""
+        if name not in self._functions:
+            function = getattr(self._library, name, None)
+            if function is not None:
+                function.argtypes = (*[ctypes.c_void_p] * (arguments - 1), ctypes.c_int64)
+                function.restype = None
+            self._functions[name] = function
+        return self._functions[name]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _require_cpu(tensor: Tensor) -> None:
+    if not tensor.is_cpu:
+        raise ValueError(f"expected CPU tensors for the native kernels, found one on {tensor.device}")

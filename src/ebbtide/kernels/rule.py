@@ -1,0 +1,93 @@
+"""Update rules: what is computed per element, from which states, with which coefficients.
+
+A rule is a formula in torch and the coefficients of one step; that is all it takes to train with it, for
+the fallback runs any rule. Where there is a native or Triton kernel of the rule's name, it must give the
+same bits.
+
+Note "one rounding": to give the same bits everywhere, a formula uses fp32 operations one at a time: `mul`,
+`add`, `sub`, division of a tensor by a tensor, `root` below. No `alpha=`, `addcmul`, `lerp` (they contract
+on some processors), no division by a scalar (a GPU multiplies by the reciprocal), no torch.sqrt (on a CPU
+it is off by a bit in one element of 150). Coefficients are rounded to fp32 once, here.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An elementwise update rule.
+
+    `states` are the kinds of state beside the master, in the order in which kernels take them.
+
+    `coefficients(group, step, scale)` gives fp32 numbers from a param group (lr, betas, eps, weight_decay),
+    the step counted from 1, and the factor that the gradient is multiplied by (clipping, loss scale).
+
+    `formula(p32, g32, states, coefficients)` updates p32 and states in place. It leaves g32 alone: this may
+    be the gradient itself.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    coefficients: Callable[[Mapping[str, Any], int, float], tuple[float, ...]]
+    formula: Callable[[Tensor, Tensor, tuple[Tensor, ...], Sequence[float]], None]
+
+
+def fp32(x: float) -> float:
+    """The nearest fp32 number."""
+    return ctypes.c_float(x).value
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root of fp32 numbers, correctly rounded: in fp64 no result comes near the middle of two."""
+    return x.double().sqrt_().float()
+
+
+def _coefficients(group: Mapping[str, Any], step: int, scale: float, *, decoupled: bool) -> tuple[float, ...]:
+    if step < 1:
+        raise ValueError(f"steps are counted from 1, found step {step}")
+    lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+    b1, b2 = map(float, group["betas"])
+    exact = (
+        scale,
+        b1,
+        1 - b1,
+        b2,
+        1 - b2,
+        1 / math.sqrt(1 - b2**step),
+        eps,
+        lr / (1 - b1**step),
+        1 - lr * decay if decoupled else decay,
+    )
+    return tuple(map(fp32, exact))
+
+
+def _move(p: Tensor, g: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
+    momentum, variance = states
+    _, b1, rest1, b2, rest2, inv_sqrt_bc2, eps, step_size, _ = coefficients
+    momentum.mul_(b1).add_(g * rest1)
+    variance.mul_(b2).add_((g * rest2).mul_(g))
+    divisor = root(variance).mul_(inv_sqrt_bc2).add_(eps)
+    p.sub_((momentum / divisor).mul_(step_size))
+
+
+def _adamw(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
+    g = g32 * coefficients[0]
+    p32.mul_(coefficients[8])
+    _move(p32, g, states, coefficients)
+
+
+def _adam(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
+    g = (g32 * coefficients[0]).add_(p32 * coefficients[8])
+    _move(p32, g, states, coefficients)
+
+
+ADAMW = Rule("adamw", ("momentum", "variance"), partial(_coefficients, decoupled=True), _adamw)
+ADAM = Rule("adam", ("momentum", "variance"), partial(_coefficients, decoupled=False), _adam)
+RULES = {rule.name: rule for rule in (ADAMW, ADAM)}

@@ -1,0 +1,26 @@
+"""The map from tensors to spans of chunks; pure data.
+
+Every kind of model data (parameter, master, momentum, ...) uses the same map, so a parameter has the same
+element offset in each. Nothing here knows how many processes there are: chunks begin and end on borders of
+`ALIGNMENT` elements, and so does whatever slices they are cut into.
+"""
+
+from ebbtide.layout.build import build_layout, main_dtype, unit_elements
+from ebbtide.layout.search import Candidate, Search, search_chunk_size
+from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Fragment, Layout, Span, TensorSpec
+
+__all__ = [
+    "ALIGNMENT",
+    "ITEMSIZE",
+    "Candidate",
+    "Chunk",
+    "Fragment",
+    "Layout",
+    "Search",
+    "Span",
+    "TensorSpec",
+    "build_layout",
+    "main_dtype",
+    "search_chunk_size",
+    "unit_elements",
+]

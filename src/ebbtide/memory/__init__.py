@@ -1,0 +1,1 @@
+"""Where bytes are: reservations by tag, chunks with their copies and moves."""

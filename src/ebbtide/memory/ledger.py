@@ -1,0 +1,67 @@
+"""Every byte we hold is reserved here, under a tag, before it is allocated.
+
+The ledger knows budgets and sums, nothing of tensors. Non-model data is not ours to allocate; what the plan
+expects of it is kept as a *level*, so that reservations and level together never pass the budget.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ebbtide.errors import BudgetError, IntegrityError
+from ebbtide.units import format_size
+
+
+class Ledger:
+    def __init__(self, budgets: Mapping[str, int]) -> None:
+        self.budgets = dict(budgets)
+        self.reserved = dict.fromkeys(budgets, 0)
+        self.level = dict.fromkeys(budgets, 0)
+        self.peak = dict.fromkeys(budgets, 0)
+        self.tags: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
+        self.tag_peaks: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
+
+    def room(self, tier: str) -> int:
+        """Bytes that may still be reserved; negative where the level has risen over what is left."""
+        return self.budgets[tier] - self.reserved[tier] - self.level[tier]
+
+    def reserve(self, tier: str, tag: str, count: int) -> None:
+        short = count - self.room(tier)
+        if short > 0:
+            raise BudgetError(
+                f"{tier}: {format_size(count)} for {tag} do not fit: {format_size(self.budgets[tier])} budget, "
+                f"{format_size(self.reserved[tier])} reserved ({self.describe(tier)}), "
+                f"{format_size(self.level[tier])} for non-model data; short by {format_size(short)}",
+                tier=tier,
+                short=short,
+                advice=f"give the {tier} more memory, or use a smaller batch, sequence or chunk_size",
+            )
+        self.reserved[tier] += count
+        tags = self.tags[tier]
+        tags[tag] += count
+        self.tag_peaks[tier][tag] = max(self.tag_peaks[tier][tag], tags[tag])
+        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + self.level[tier])
+
+    def release(self, tier: str, tag: str, count: int) -> None:
+        if self.tags[tier][tag] < count:
+            raise IntegrityError(
+                f"{tier}: {count} bytes of {tag} released, but only {self.tags[tier][tag]} are reserved"
+            )
+        self.reserved[tier] -= count
+        self.tags[tier][tag] -= count
+
+    def set_level(self, tier: str, count: int) -> None:
+        self.level[tier] = count
+        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + count)
+
+    def describe(self, tier: str) -> str:
+        held = {tag: count for tag, count in self.tags[tier].items() if count}
+        return ", ".join(f"{tag} {format_size(count)}" for tag, count in held.items()) or "nothing"
+
+    def check(self) -> None:
+        for tier, tags in self.tags.items():
+            if sum(tags.values()) != self.reserved[tier] or any(count < 0 for count in tags.values()):
+                raise IntegrityError(
+                    f"{tier}: tags {dict(tags)} do not add up to {self.reserved[tier]} reserved"
+                )

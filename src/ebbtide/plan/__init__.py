@@ -1,0 +1,1 @@
+"""Pure planning: no device, no clock, no I/O."""

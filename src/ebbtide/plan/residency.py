@@ -1,0 +1,214 @@
+"""Which chunks are on the device at which moment: the iteration replayed against a room that rises and falls.
+
+The room for chunks in a moment is what budget, fixed bytes and non-model peak leave: the tide. The
+replay walks the uses of an iteration, over and over until it repeats, and yields the moves that a policy
+needs. It is exact about bytes and knows no time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ebbtide.plan.evict import NEVER, Candidate, choose
+
+KEEP, FREE, STALE, SPILL = "keep", "free", "stale", "spill"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Chunk `item` must be on the device from moment `first` to the end of `last`.
+
+    `creates`: what it held before does not matter, nothing is fetched. `after` says what becomes of it:
+    it is kept, its payload is dead (free), a newer copy appears elsewhere (stale), or it must go to the
+    host (spill). `fresh`: the moment from which a newer copy can be fetched.
+    """
+
+    item: int
+    first: int
+    last: int
+    creates: bool = False
+    writes: bool = False
+    after: str = KEEP
+    fresh: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    rooms: tuple[int, ...]
+    sizes: tuple[int, ...]
+    uses: tuple[Use, ...]
+    keep_host: bool = True
+    """Whether a fetched chunk keeps its host copy, so that it is clean and leaves without traffic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A move as the replay needs it: at `moment`, but as early as `earliest` without changing anything."""
+
+    moment: int
+    earliest: int
+    item: int
+    fetch: bool
+    traffic: int
+
+
+@dataclass
+class Residency:
+    moves: list[Move] = field(default_factory=list)
+    occupied: list[int] = field(default_factory=list)
+    to_device: int = 0
+    to_host: int = 0
+    short: int = 0
+    """Bytes by which the worst moment's pinned chunks pass the room; 0 where everything fits."""
+    short_moment: int = -1
+
+    @property
+    def traffic(self) -> int:
+        return self.to_device + self.to_host
+
+
+@dataclass(slots=True)
+class _Item:
+    resident: bool = False
+    dirty: bool = False
+    stale: bool = False
+    pins: int = 0
+    last: int = -1
+    left: int = 0
+    """When it last left the device, or when its newer copy appears: no fetch before."""
+
+
+def replay(timeline: Timeline, policy: str, cycles: int = 3) -> Residency:
+    """The moves of one steady iteration: of `cycles` replayed, the last but one (its moments count from
+    the start of that iteration; a fetch may be triggered before it)."""
+    return _Replay(timeline, policy, cycles).run()
+
+
+class _Replay:
+    def __init__(self, timeline: Timeline, policy: str, cycles: int) -> None:
+        self.line = timeline
+        self.policy = policy
+        self.cycles = cycles
+        self.length = len(timeline.rooms)
+        self.items = [_Item() for _ in timeline.sizes]
+        self.occupied = 0
+        self.result = Residency()
+        self.starts: list[list[Use]] = [[] for _ in range(self.length)]
+        self.ends: list[list[Use]] = [[] for _ in range(self.length)]
+        self.firsts: list[list[int]] = [[] for _ in timeline.sizes]
+        for use in sorted(timeline.uses, key=lambda u: (u.first, u.item)):
+            self.starts[use.first].append(use)
+            self.ends[use.last].append(use)
+            self.firsts[use.item].append(use.first)
+
+    def run(self) -> Residency:
+        moves: list[Move] = []
+        occupied: list[int] = []
+        for cycle in range(self.cycles):
+            for moment in range(self.length):
+                self._step(cycle * self.length + moment, moment, moves)
+                occupied.append(self.occupied)
+                self._finish(cycle * self.length + moment, moment, moves)
+        return self._cut(moves, occupied)
+
+    def _step(self, now: int, moment: int, moves: list[Move]) -> None:
+        arriving: dict[int, Use] = {}
+        for use in self.starts[moment]:
+            item = self.items[use.item]
+            item.pins += 1
+            if item.resident and item.stale and not use.creates:
+                # The copy on the device is out of date: it goes, and comes back fresh.
+                self._leave(use.item, now, moves)
+            if not item.resident:
+                arriving.setdefault(use.item, use)
+        needed = sum(self.line.sizes[i] for i in arriving)
+        self._make_room(now, moment, needed, moves)
+        for index, use in arriving.items():
+            item = self.items[index]
+            size = self.line.sizes[index]
+            item.resident = True
+            self.occupied += size
+            item.dirty = use.creates or not self.line.keep_host
+            item.stale = False
+            if not use.creates:
+                moves.append(Move(now, item.left, index, True, size))
+        for use in self.starts[moment]:
+            item = self.items[use.item]
+            item.last = now
+            item.stale = False
+            item.dirty = item.dirty or use.writes
+
+    def _make_room(self, now: int, moment: int, needed: int, moves: list[Move]) -> None:
+        short = self.occupied + needed - self.line.rooms[moment]
+        if short <= 0:
+            return
+        candidates = [
+            Candidate(
+                i, self.line.sizes[i], self._distance(i, moment), item.last, item.dirty and not item.stale
+            )
+            for i, item in enumerate(self.items)
+            if item.resident and not item.pins
+        ]
+        for candidate in choose(self.policy, candidates, short):
+            self._leave(candidate.key, now, moves)
+        short = self.occupied + needed - self.line.rooms[moment]
+        if short > self.result.short:
+            self.result.short, self.result.short_moment = short, moment
+
+    def _distance(self, index: int, moment: int) -> int:
+        if self.items[index].stale:
+            return NEVER
+        firsts = self.firsts[index]
+        if not firsts:
+            return NEVER
+        place = bisect_left(firsts, moment)
+        return (firsts[place] if place < len(firsts) else firsts[0] + self.length) - moment
+
+    def _leave(self, index: int, now: int, moves: list[Move]) -> None:
+        item = self.items[index]
+        size = self.line.sizes[index]
+        item.resident = False
+        self.occupied -= size
+        writes = item.dirty and not item.stale
+        moves.append(Move(now, min(item.last + 1, now), index, False, size if writes else 0))
+        item.left = max(item.left, item.last + 1)
+
+    def _finish(self, now: int, moment: int, moves: list[Move]) -> None:
+        for use in self.ends[moment]:
+            item = self.items[use.item]
+            item.pins -= 1
+            item.last = now
+            if use.after == KEEP:
+                continue
+            if use.after == SPILL and item.resident:
+                moves.append(Move(now + 1, now + 1, use.item, False, self.line.sizes[use.item]))
+            if use.after in (SPILL, FREE) and item.resident:
+                item.resident = False
+                self.occupied -= self.line.sizes[use.item]
+            item.stale = use.after == STALE
+            item.left = now - moment + use.fresh if use.fresh else now + 1
+
+    def _cut(self, moves: list[Move], occupied: list[int]) -> Residency:
+        start = (self.cycles - 2) * self.length
+        for move in moves:
+            if not start <= move.moment < start + self.length:
+                continue
+            self.result.moves.append(
+                Move(move.moment - start, move.earliest - start, move.item, move.fetch, move.traffic)
+            )
+            if move.fetch:
+                self.result.to_device += move.traffic
+            else:
+                self.result.to_host += move.traffic
+        self.result.occupied = occupied[start : start + self.length]
+        return self.result
+
+
+def next_use(firsts: Sequence[int], moment: int, length: int) -> int:
+    """Moments from `moment` to the next first use after it, around the iteration's end; NEVER if unused."""
+    if not firsts:
+        return NEVER
+    place = bisect_right(firsts, moment)
+    return (firsts[place] if place < len(firsts) else firsts[0] + length) - moment

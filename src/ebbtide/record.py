@@ -1,0 +1,76 @@
+"""The trace as data: what one iteration does, moment by moment. Pure; made by `tracing`, read by `plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FORWARD, BACKWARD, GRADIENT, UPDATE = range(4)
+PHASES = ("forward", "backward", "gradient", "update")
+
+
+def event(phase: int, subject: int) -> int:
+    """What a moment starts with, as one number: a unit (forward), a run (backward), a parameter (gradient)
+    or a chunk index (update) enters."""
+    return subject * 4 + phase
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    event: int
+    peak: int
+    """Bytes of non-model data on the device, the most inside the moment."""
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+    @property
+    def phase(self) -> int:
+        return self.event % 4
+
+    @property
+    def subject(self) -> int:
+        return self.event // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A run is in use from the start of moment `first` to the end of moment `last`."""
+
+    run: int
+    first: int
+    last: int
+    phase: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A parameter's gradient arrives at a moment."""
+
+    parameter: int
+    moment: int
+
+
+@dataclass(frozen=True)
+class Record:
+    signature: str
+    """What the iteration was given: shapes and dtypes, training or not."""
+    moments: tuple[Moment, ...]
+    accesses: tuple[Access, ...]
+    arrivals: tuple[Arrival, ...]
+    fixed: int = 0
+    """Bytes of unmanaged parameters and buffers, in every moment's peak."""
+    source: str = "live"
+
+    @property
+    def peak(self) -> int:
+        return max((moment.peak for moment in self.moments), default=self.fixed)
+
+    def carrying(self, count: int) -> Record:
+        """The same trace where `count` bytes of the iteration before (outputs that the loop still holds)
+        live until the forward pass ends and the loop lets go of them."""
+        if not count:
+            return self
+        end = next((j for j, m in enumerate(self.moments) if m.phase != FORWARD), len(self.moments))
+        moments = tuple(
+            replace(m, peak=m.peak + count) if j <= end else m for j, m in enumerate(self.moments)
+        )
+        return replace(self, moments=moments)

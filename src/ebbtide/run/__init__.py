@@ -1,0 +1,1 @@
+"""Runs an iteration: chunks come when they are accessed or as the plan says, gradients and updates go through."""

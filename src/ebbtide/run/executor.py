@@ -1,0 +1,381 @@
+"""Follows an iteration: makes chunks resident when they are accessed, and acts on the plan's triggers.
+
+The plan is a hint. Each event is compared with the trace; while they agree, the plan's moves are triggered and
+evictions use its next uses. Where they do not, access on demand goes on alone, and the iteration is traced
+again next time. Note [who is in use]: forward pins chunks from a module's start to its end. In backward
+there is no such end: an operator that asked for a weight holds a view of it, so a chunk stays in use
+while its storage has more users than we gave it; the next event finds it released.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.errors import BudgetError
+from ebbtide.intercept import Unit
+from ebbtide.memory.chunks import Chunk
+from ebbtide.plan.evict import NEVER, Candidate, choose
+from ebbtide.plan.place import Plan
+from ebbtide.plan.residency import next_use
+from ebbtide.plan.states import RunStates, State
+from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
+from ebbtide.run.model import Handle, ModelData
+from ebbtide.tracing.live import Recorder
+from ebbtide.units import format_size
+
+IDLE, RUNNING, REVERSING = "idle", "forward", "backward"
+
+
+class Executor:
+    """The interceptor's observer. `on_gradient` is told of each gradient, after its moment has begun."""
+
+    def __init__(self, data: ModelData, eviction: str, on_gradient: Callable[[int], None]) -> None:
+        self.data = data
+        self.store = data.store
+        self.ledger = data.store.ledger
+        self.states = RunStates(data.run_names)
+        self.lock = threading.RLock()
+        self.plan: Plan | None = None
+        self.recorder: Recorder | None = None
+        self.phase = IDLE
+        self.on_track = False
+        self.diverged = ""
+        self.position = -1
+        self.stalls = {"host_to_device": 0, "device_to_host": 0}
+        self.peers: list[Executor] = []
+        """Executors that share the budget, this one included."""
+        self.reclaim: Callable[[int], None] = lambda run: None
+        """Called before a run is used: gradients may have taken its parameters' space."""
+        self._eviction = eviction
+        self._on_gradient = on_gradient
+        self._last = [-1] * len(data.layout.chunks)
+        self._clock = 0
+        self._reversing: list[int] = []
+        self._kept = 0
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> None:
+        with self.lock:
+            self._tick(event(FORWARD, unit.index))
+            acquired: list[int] = []
+            try:
+                for run in unit.runs:
+                    self._acquire(run, FORWARD)
+                    acquired.append(run)
+            except BaseException:
+                for run in acquired:
+                    self._release(run, State.HOLD_AFTER_FWD)
+                raise
+
+    def leave(self, unit: Unit) -> None:
+        with self.lock:
+            for run in unit.runs:
+                self._release(run, self._after_forward())
+
+    def read(self, run: int, outside: bool) -> None:
+        with self.lock:
+            if outside:
+                # Nobody says when the reader is done: the value is right now, and the chunk may go later.
+                self._acquire(run, FORWARD)
+                self._release(run, self._after_forward())
+                return
+            self._tick(event(BACKWARD, run))
+            self._acquire(run, FORWARD)
+
+    def unread(self, run: int) -> None:
+        with self.lock:
+            self._release(run, self._after_forward())
+
+    def pack(self, tensor: torch.Tensor) -> Handle | None:
+        return self.data.locate(tensor)
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        with self.lock:
+            if handle.run not in self._reversing:
+                self._tick(event(BACKWARD, handle.run))
+                self._acquire(handle.run, BACKWARD)
+                self._reversing.append(handle.run)
+            return self.data.rebuild(handle)
+
+    def gradient(self, parameter: int) -> None:
+        with self.lock:
+            self._tick(event(GRADIENT, parameter))
+            if self.recorder is not None:
+                self.recorder.arrival(parameter)
+            self._on_gradient(parameter)
+
+    def updating(self, index: int) -> None:
+        """The update of a chunk begins."""
+        with self.lock:
+            self._tick(event(UPDATE, index))
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0) -> None:
+        """A training pass starts, at `offset` moments into the plan's iteration."""
+        self.plan, self.recorder = plan, recorder
+        self.phase = RUNNING
+        self.position = offset - 1
+        self.on_track = plan is not None
+        self.diverged = ""
+        if plan is None:
+            self._kept = self.ledger.level["device"]
+
+    def reverse(self) -> None:
+        """Backward starts."""
+        with self.lock:
+            self.states.settle()
+            self.phase = REVERSING
+
+    def finish(self) -> None:
+        """A pass is over, or was given up: nothing stays in use."""
+        with self.lock:
+            self._sweep(everything=True)
+            self.states.settle()
+            self.phase = IDLE
+
+    def _after_forward(self) -> State:
+        return State.HOLD_AFTER_FWD if self.phase != IDLE else State.HOLD
+
+    def _tick(self, what: int) -> None:
+        """The next moment: release what backward has done with, then do what the plan has for it."""
+        if self._reversing:
+            self._sweep()
+        self._clock += 1
+        if self.phase == IDLE and what % 4 != UPDATE:
+            return
+        self.position += 1
+        self.states.moment = self.position
+        if self.recorder is not None and what % 4 != UPDATE:
+            self.recorder.moment(what)
+        if self.on_track:
+            self._follow(what)
+
+    def _follow(self, what: int) -> None:
+        plan = self.plan
+        assert plan is not None
+        place = self.position
+        moments = plan.record.moments
+        length = len(moments)
+        if what % 4 == UPDATE:
+            place = length * plan.accumulate + what // 4
+            expected = place < len(plan.levels)
+            self.position = place
+        else:
+            expected = place < length * plan.accumulate and moments[place % length].event == what
+        if not expected:
+            self.leave_track(f"moment {place}: {self._name(what)} was not expected")
+            return
+        level, before = plan.levels[place], self.ledger.level["device"]
+        if level < before:
+            self.ledger.set_level("device", level)
+        for trigger in plan.triggers[place]:
+            self._start(
+                self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)
+            )
+        if level > before:
+            self.raise_level(level)
+
+    def raise_level(self, level: int) -> None:
+        """Non-model data will take `level` bytes: chunks make room before they do."""
+        self.make_room(level - self.ledger.level["device"])
+        self.ledger.set_level("device", level)
+
+    def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
+        """One of the plan's moves: a hint, left undone where the state of things is another."""
+        if chunk is None or chunk.move is not None:
+            return
+        if fetch:
+            if chunk.host_valid and not chunk.device_valid and self._has_room(chunk.nbytes + rise):
+                self.store.fetch(chunk)
+        elif chunk.device_valid and not self.store.in_use(chunk):
+            self._evict(chunk)
+
+    def _has_room(self, needed: int) -> bool:
+        if self.ledger.room("device") >= needed:
+            return True
+        for leaving in self.store.moving("device_to_host"):
+            self.store.settle(leaving)
+            if self.ledger.room("device") >= needed:
+                return True
+        return False
+
+    def leave_track(self, why: str) -> None:
+        """Execution is not what was traced: go on by demand, with room for the highest tide."""
+        self.on_track = False
+        self.diverged = why
+        if self.plan is not None:
+            self.raise_level(max(self.plan.levels, default=0))
+
+    def _name(self, what: int) -> str:
+        subject = what // 4
+        if what % 4 == BACKWARD:
+            return f"backward of {self.data.run_names[subject]}"
+        if what % 4 == GRADIENT:
+            return f"gradient of {self.data.names[subject]}"
+        return f"{('forward of unit', '', '', 'update of chunk')[what % 4]} {subject}"
+
+    # -- access and release ---------------------------------------------------------------------------
+
+    def _acquire(self, run: int, phase: int) -> None:
+        self.reclaim(run)
+        if self.states.access(run):
+            if self.recorder is not None:
+                self.recorder.begin(run, phase)
+            done: list[Chunk] = []
+            try:
+                for index in self.data.run_chunks[run]:
+                    chunk = self.data.parameter_chunk(index)
+                    self.hold(chunk)
+                    done.append(chunk)
+            except BaseException:
+                for chunk in done:
+                    chunk.pins -= 1
+                self.states.release(run, State.HOLD)
+                raise
+
+    def _release(self, run: int, target: State, early: bool = False) -> None:
+        if self.states.release(run, target):
+            if self.recorder is not None:
+                self.recorder.end(run, early)
+            for index in self.data.run_chunks[run]:
+                self.data.parameter_chunk(index).pins -= 1
+
+    def _sweep(self, everything: bool = False) -> None:
+        """Releases the runs whose weights no backward operator looks at any more."""
+        still: list[int] = []
+        for run in self._reversing:
+            chunks = [self.data.parameter_chunk(i) for i in self.data.run_chunks[run]]
+            if not everything and any(self._seen(chunk) for chunk in chunks):
+                still.append(run)
+            else:
+                self._release(run, State.HOLD_AFTER_BWD, early=True)
+        self._reversing = still
+
+    def _seen(self, chunk: Chunk) -> bool:
+        return chunk.device is not None and self.store.backend.aliases(chunk.device) > chunk.aliases
+
+    def hold(self, chunk: Chunk) -> None:
+        """Pins a chunk on the device, bringing it there first. Undo by taking one pin off."""
+        self.bring(chunk)
+        chunk.pins += 1
+
+    def bring(self, chunk: Chunk) -> None:
+        """Makes the chunk's device copy valid and, for parameters, bound."""
+        if chunk.move is not None:
+            self.store.turn_back(chunk)
+        if not chunk.device_valid:
+            self.make_room(self.store.room_needed(chunk, "device"))
+            self.store.fetch(chunk)
+            self.store.settle(chunk)
+        if chunk.kind == "param":
+            self._last[chunk.index] = self._clock
+            if not self.data.bound[chunk.index]:
+                self.data.bind(chunk.index)
+
+    def to_host(self, chunk: Chunk) -> None:
+        """Makes the chunk's host copy valid and quiet, for an update on the host."""
+        if not chunk.host_valid and chunk.move is None:
+            self._evict(chunk)
+        self.store.settle(chunk, host=True)
+
+    def leave_stale(self, chunk: Chunk) -> None:
+        """A parameter was updated on the host: its device copy goes, or is filled again where it is pinned."""
+        if chunk.device is None:
+            return
+        if chunk.pins:
+            self.store.fetch(chunk)
+            self.store.settle(chunk)
+            return
+        self.data.unbind(chunk.index)
+        self.store.drop(chunk, "device")
+
+    def allocate(self, chunk: Chunk, tier: str) -> None:
+        """First payload of an optimizer-state chunk: zeros."""
+        if tier == "device":
+            self.make_room(self.store.room_needed(chunk, tier))
+        self.store.allocate(chunk, tier, zero=True)
+
+    def go_home(self, chunk: Chunk, tier: str) -> None:
+        """Moves an optimizer-state chunk to where the plan wants it."""
+        if chunk.free or chunk.valid_on(tier):
+            return
+        if tier == "device":
+            self.make_room(chunk.nbytes)
+            self.store.fetch(chunk)
+            self.store.settle(chunk)
+            self.store.drop(chunk, "host")
+        else:
+            self.store.evict(chunk)
+            self.store.settle(chunk)
+
+    # -- room -----------------------------------------------------------------------------------------
+
+    def make_room(self, needed: int) -> None:
+        """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
+        others = [peer for peer in self.peers if peer is not self]
+        for attempt in ("leaving", "evict", "arriving", "evict"):
+            for peer in (*others, self):
+                short = needed - self.ledger.room("device")
+                if short <= 0:
+                    return
+                peer.give(attempt, short)
+        short = needed - self.ledger.room("device")
+        if short <= 0:
+            return
+        held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
+        raise BudgetError(
+            f"device: {format_size(needed)} are needed at moment {self.position}, with {format_size(held)} of chunks in "
+            f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
+            f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
+            tier="device",
+            short=short,
+            advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
+        )
+
+    def give(self, attempt: str, short: int) -> None:
+        """Gives up device memory: by ending evictions under way, by evicting, or by ending fetches so that
+        those can be evicted, too."""
+        if attempt == "evict":
+            for chunk in self.victims(short):
+                self._evict(chunk)
+                self.store.settle(chunk)
+            return
+        link = "device_to_host" if attempt == "leaving" else "host_to_device"
+        for chunk in self.store.moving(link):
+            self.store.settle(chunk)
+
+    def victims(self, short: int) -> list[Chunk]:
+        """The chunks that should leave so that `short` bytes become free."""
+        chunks = [
+            c
+            for c in self.store.chunks.values()
+            if c.kind in ("param", "grad")
+            and c.device is not None
+            and c.move is None
+            and not self.store.in_use(c)
+        ]
+        candidates = []
+        for key, chunk in enumerate(chunks):
+            dirty = chunk.device_valid and not chunk.host_valid
+            last = self._last[chunk.index]
+            candidates.append(Candidate(key, chunk.nbytes, self._distance(chunk), last, dirty))
+        return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
+
+    def _distance(self, chunk: Chunk) -> int:
+        if self.plan is None:
+            return self._clock - self._last[chunk.index] if chunk.kind == "param" else NEVER
+        firsts = self.plan.firsts[chunk.kind, chunk.index]
+        return next_use(firsts, max(self.position, 0), len(self.plan.levels))
+
+    def _evict(self, chunk: Chunk) -> None:
+        if chunk.kind == "param":
+            self.data.unbind(chunk.index)
+        if not chunk.device_valid and chunk.move is None:
+            self.store.drop(chunk, "device")
+        else:
+            self.store.evict(chunk)

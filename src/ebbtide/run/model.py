@@ -1,0 +1,231 @@
+"""The user's parameters and the chunks behind them: taking over, binding, values by name.
+
+A parameter whose chunk is on the device is a view into it; otherwise its data is one NaN expanded to its
+shape, so that a stale read is loud. Binding changes only when a chunk moves, so a parameter that stays
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ebbtide.errors import UnsupportedError
+from ebbtide.intercept import ParameterRun
+from ebbtide.kernels import Kernels
+from ebbtide.layout import Layout, TensorSpec
+from ebbtide.memory.chunks import TORCH_DTYPES, Chunk, ChunkStore, aligned
+
+SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies: elements [offset, offset + numel) of a chunk."""
+
+    name: str
+    chunk: int
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A saved view of model data, by place instead of by address."""
+
+    chunk: int
+    run: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def dense(parameter: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in storage order, as one flat view."""
+    return parameter.detach().as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+
+
+def laid_like(
+    gradient: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A gradient's elements in its parameter's storage order, as one flat tensor."""
+    if tuple(gradient.stride()) != stride or gradient.dtype != dtype:
+        laid = torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device)
+        gradient = laid.copy_(gradient)
+    return dense(gradient)
+
+
+def specs_of(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]
+) -> list[TensorSpec]:
+    return [
+        TensorSpec(name, tuple(p.shape), tuple(p.stride()), SHORT_DTYPES[dtype])
+        for name, p, dtype in zip(names, parameters, dtypes, strict=True)
+    ]
+
+
+class ModelData:
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        runs: Sequence[ParameterRun],
+        layout: Layout,
+        store: ChunkStore,
+        master: str,
+    ) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.runs = list(runs)
+        self.layout = layout
+        self.store = store
+        self.master = master
+        self.places = [
+            Place(n, s.chunk, s.offset, s.numel, s.shape, s.stride)
+            for n, s in ((n, layout.spans[n]) for n in names)
+        ]
+        self.members: list[list[int]] = [[] for _ in layout.chunks]
+        for index, place in enumerate(self.places):
+            self.members[place.chunk].append(index)
+        self.run_of = [0] * len(self.parameters)
+        for run in self.runs:
+            for index in run.parameters:
+                self.run_of[index] = run.index
+        self.run_chunks = tuple(
+            tuple(sorted({self.places[p].chunk for p in run.parameters})) for run in self.runs
+        )
+        self.run_names = [", ".join(self.names[p] for p in run.parameters) for run in self.runs]
+        self.trained = [any(parameters[p].requires_grad for p in group) for group in self.members]
+        self.bound = [False] * len(layout.chunks)
+        self._starts = [[self.places[p].offset for p in group] for group in self.members]
+        self._storages: dict[int, int] = {}
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        for index, spec in enumerate(layout.chunks):
+            store.add("param", index, TORCH_DTYPES[spec.dtype])
+
+    # -- what a chunk is made of ----------------------------------------------------------------------
+
+    def parameter_chunk(self, index: int) -> Chunk:
+        return self.store.chunks["param", index]
+
+    def master_dtype(self, index: int) -> torch.dtype | None:
+        """The dtype of a chunk's master, or None where the parameter is its own."""
+        if self.layout.chunks[index].dtype == "fp32":
+            return None
+        return torch.int16 if self.master == "split" else torch.float32
+
+    # -- binding --------------------------------------------------------------------------------------
+
+    def bind(self, index: int) -> None:
+        """Makes the chunk's parameters views of its device copy."""
+        if self.bound[index]:
+            return
+        chunk = self.parameter_chunk(index)
+        view = chunk.view()
+        for member in self.members[index]:
+            place = self.places[member]
+            self.parameters[member].data = view.as_strided(place.shape, place.stride, place.offset)
+        self._storages[view.untyped_storage()._cdata] = index
+        chunk.aliases += len(self.members[index])
+        self.bound[index] = True
+
+    def unbind(self, index: int) -> None:
+        """Before the chunk leaves: its parameters become loud placeholders."""
+        if not self.bound[index]:
+            return
+        chunk = self.parameter_chunk(index)
+        assert chunk.device is not None
+        for member in self.members[index]:
+            self.parameters[member].data = self._placeholder(member)
+        del self._storages[chunk.device.untyped_storage()._cdata]
+        chunk.aliases -= len(self.members[index])
+        self.bound[index] = False
+
+    def _placeholder(self, member: int) -> torch.Tensor:
+        dtype = TORCH_DTYPES[self.layout.chunks[self.places[member].chunk].dtype]
+        if dtype not in self._placeholders:
+            device = self.store.backend.device
+            self._placeholders[dtype] = torch.full((1,), float("nan"), dtype=dtype, device=device)
+        return self._placeholders[dtype].expand(self.places[member].shape)
+
+    def release_original(self, member: int) -> None:
+        """The parameter's own memory is no longer needed: its value is in its chunk."""
+        self.parameters[member].data = self._placeholder(member)
+
+    # -- saved views ----------------------------------------------------------------------------------
+
+    def locate(self, tensor: torch.Tensor) -> Handle | None:
+        try:
+            chunk = self._storages.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+        if chunk is None:
+            return None
+        itemsize = self.parameter_chunk(chunk).dtype.itemsize
+        offset = tensor.storage_offset() * tensor.dtype.itemsize // itemsize
+        member = self.members[chunk][max(0, bisect_right(self._starts[chunk], offset) - 1)]
+        return Handle(
+            chunk,
+            self.run_of[member],
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+        )
+
+    def rebuild(self, handle: Handle) -> torch.Tensor:
+        memory = self.parameter_chunk(handle.chunk).device
+        assert memory is not None
+        return memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)
+
+    # -- values ---------------------------------------------------------------------------------------
+
+    def _copies(self, member: int) -> list[tuple[Chunk, str]]:
+        """The parameter's chunk and, where it has one, its master's, each with the tier to use."""
+        index = self.places[member].chunk
+        found = [self.store.chunks.get((kind, index)) for kind in ("param", "master")]
+        copies = []
+        for chunk in found:
+            if chunk is not None and not chunk.free:
+                self.store.settle(chunk, host=True)
+                copies.append((chunk, "host" if chunk.host_valid else "device"))
+        return copies
+
+    def store_value(self, member: int, value: torch.Tensor, kernels: Kernels) -> None:
+        """Writes a parameter's value (dense, in storage order) into parameter and master, where they are."""
+        place = self.places[member]
+        for start, row in aligned(self._copies(member), place.offset, place.numel):
+            part = value[start : start + row[0].numel()]
+            if len(row) == 1:
+                row[0].copy_(part)
+            else:
+                kernels.split(part.to(torch.float32), row[0], row[1])
+
+    def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
+        """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""
+        place = self.places[member]
+        flat = torch.empty(place.numel, dtype=torch.float32)
+        for start, row in aligned(self._copies(member), place.offset, place.numel):
+            target = flat[start : start + row[0].numel()]
+            target.copy_(row[0] if len(row) == 1 else kernels.join(row[0].cpu(), row[1].cpu()))
+        return flat.as_strided(place.shape, place.stride)
+
+
+def refuse_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Parameters that cannot be trained in chunks, refused by name."""
+    if parameter.layout != torch.strided:
+        raise UnsupportedError(
+            f"{name} has layout {parameter.layout}; only dense (strided) parameters can be managed"
+        )
+    if parameter.requires_grad and parameter.dtype not in SHORT_DTYPES:
+        raise UnsupportedError(
+            f"{name} is trained in {parameter.dtype}; expected bfloat16, float16 or float32. "
+            "Convert it before initialize(), or set requires_grad=False"
+        )

@@ -1,0 +1,328 @@
+"""One model's training machinery, put together: data, executor, updates, traces, interception.
+
+The engine is its face. A session knows passes (forward, backward, update) and how they are traced and
+planned; it knows nothing of configs, files or users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.backend import Backend
+from ebbtide.config import Config
+from ebbtide.intercept import Interceptor, find_units
+from ebbtide.kernels import RULES, Kernels
+from ebbtide.layout import build_layout, unit_elements
+from ebbtide.memory.chunks import ChunkStore
+from ebbtide.memory.ledger import Ledger
+from ebbtide.plan.place import ModelShape, Plan, Settings
+from ebbtide.record import Record
+from ebbtide.run.executor import Executor
+from ebbtide.run.model import ModelData, dense, specs_of
+from ebbtide.run.setup import Choice, check_fit
+from ebbtide.run.traces import Known, Traces
+from ebbtide.run.unmanaged import Unmanaged
+from ebbtide.run.updates import Updates
+from ebbtide.tracing.live import Recorder
+from ebbtide.tracing.meter import AllocatorMeter, StorageMeter
+from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
+
+
+class Session:
+    def __init__(
+        self,
+        module: nn.Module,
+        choice: Choice,
+        config: Config,
+        backend: Backend,
+        ledger: Ledger,
+        kernels: Mapping[str, Kernels],
+        peers: list[Executor],
+    ) -> None:
+        self.module, self.config, self.backend, self.ledger = module, config, backend, ledger
+        parameters, runs, units = find_units(module, list(choice.managed.values()))
+        name_of = {id(p): n for n, p in choice.managed.items()}
+        names = [name_of[id(p)] for p in parameters]
+        specs = specs_of(names, parameters, [choice.dtypes[n] for n in names])
+        size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
+        self.layout = build_layout(specs, config.layout, size)
+        self.store = ChunkStore(self.layout, backend, ledger)
+        self.data = ModelData(names, parameters, runs, self.layout, self.store, config.resolved_master)
+        self.updates = Updates(
+            self.data, RULES[config.optimizer.name], kernels, [], config.updates == "in-backward"
+        )
+        self.updates.stop_nonfinite = config.nonfinite == "stop"
+        self.updates.add_chunks()
+        self.executor = Executor(self.data, config.eviction, self.updates.capture)
+        self.executor.reclaim = self.updates.reclaim
+        self.updates.executor = self.executor
+        self.executor.peers = peers
+        peers.append(self.executor)
+        self.unmanaged = Unmanaged(module, choice, backend, kernels["device"], RULES[config.optimizer.name])
+        self.shape = self._shape()
+        self._check_fit()
+        self.interceptor = Interceptor(module, parameters, runs, units, self.executor)
+        settings = Settings(
+            self.budget("device"),
+            self.budget("host"),
+            config.placement,
+            config.eviction,
+            config.prefetch,
+            config.accumulate,
+            config.updates == "in-backward",
+            config.resolved_master == "separate" and config.accumulate == 1 and config.updates == "exact",
+        )
+        self.traces = Traces(self.shape, settings)
+        self.symbolic_note = ""
+        self._pending: tuple[Record, Any] | None = None
+        self._recorder: Recorder | None = None
+        self._meter: Any = None
+        self.micro = 0
+        """Backward passes since the last update."""
+        self._take_over(choice)
+
+    # -- setting up -----------------------------------------------------------------------------------
+
+    def budget(self, tier: str) -> int:
+        """What other engines on the same tier leave of the budget."""
+        others = [peer for peer in self.executor.peers if peer is not self.executor]
+        taken = sum(
+            c.nbytes
+            for peer in others
+            for c in peer.store.chunks.values()
+            if (c.host if tier == "host" else c.device) is not None and c.kind not in ("param", "grad")
+        )
+        return self.ledger.budgets[tier] - taken
+
+    def _shape(self) -> ModelShape:
+        chunks = self.layout.chunks
+        states = []
+        for index in range(len(chunks)):
+            states.append(sum(chunk.nbytes for chunk in self.updates.state_chunks(index)))
+        params = tuple(self.data.parameter_chunk(i).nbytes for i in range(len(chunks)))
+        grads = tuple(p if trained else 0 for p, trained in zip(params, self.data.trained, strict=True))
+        places = tuple(place.chunk for place in self.data.places)
+        return ModelShape(self.data.run_chunks, places, params, grads, tuple(states))
+
+    def _check_fit(self) -> None:
+        shape = self.shape
+        grads = sum(shape.gradient_bytes) if self.config.updates == "exact" else 0
+        if self.config.resolved_master == "separate" and self.config.accumulate == 1:
+            grads = 0
+        needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
+        check_fit(self.ledger, needed, max(shape.parameter_bytes, default=0))
+
+    def _take_over(self, choice: Choice) -> None:
+        """Moves the user's values into chunks, one chunk at a time."""
+        kernels = self.updates.kernels["host"]
+        for index, members in enumerate(self.data.members):
+            tier = self._first_home(index)
+            self.updates.homes.append(tier)
+            param = self.data.parameter_chunk(index)
+            self.store.allocate(param, tier)
+            master = self.store.chunks.get(("master", index))
+            if master is not None:
+                self.store.allocate(master, tier, zero=True)
+            for member in members:
+                self.data.store_value(member, dense(self.data.parameters[member]), kernels)
+                self.data.release_original(member)
+            if tier == "device":
+                self.data.bind(index)
+        self.unmanaged.take_over(choice)
+        self.ledger.set_level("device", self.first_level())
+
+    def _first_home(self, index: int) -> str:
+        """Before there is a plan: the host where it has room for all of the chunk's bytes, else the device."""
+        shape = self.shape
+        needed = shape.parameter_bytes[index] + shape.gradient_bytes[index] + shape.state_bytes[index]
+        held = sum(
+            shape.parameter_bytes[i] + shape.gradient_bytes[i] + shape.state_bytes[i]
+            for i, home in enumerate(self.updates.homes)
+            if home == "host"
+        )
+        page = 2 * self.layout.unit * 4 if self.layout.cut == "page" else 0
+        return "host" if held + needed + page <= self.ledger.budgets["host"] else "device"
+
+    def first_level(self) -> int:
+        """Without a trace: all but the warm-up share is left to non-model data, where there is a host."""
+        if self.ledger.budgets["host"] == 0:
+            return 0
+        states = sum(
+            chunk.nbytes
+            for index, home in enumerate(self.updates.homes)
+            if home == "device"
+            for chunk in self.updates.state_chunks(index)
+        )
+        room = int(self.ledger.budgets["device"] * self.config.warmup_share)
+        largest = 2 * max(self.shape.parameter_bytes, default=0)
+        return max(0, self.ledger.budgets["device"] - max(room, largest, states))
+
+    # -- training passes ------------------------------------------------------------------------------
+
+    def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training pass is about to run forward: find its plan, or the way to one."""
+        self.reclaim()
+        self.interceptor.watch_gradients()
+        if self.executor.phase != "idle":
+            return  # a second forward before one backward belongs to the same pass
+        self._learn_pending()
+        known = self.traces.find(signature) or self._imagine(signature, args, kwargs)
+        plan = self._adopt(known) if known is not None else None
+        if known is None or known.stale or known.record.source != "live":
+            self._record(signature, args, kwargs)
+        offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
+        if plan is None:
+            self.executor.raise_level(self.first_level())
+        self.updates.take_over = plan is not None and plan.take_over
+        self.executor.begin(plan, self._recorder, offset)
+
+    def reclaim(self) -> None:
+        """Parameters whose space gradients took are wanted again before the update."""
+        if self.updates.taken:
+            self.updates.give_back()
+
+    def _learn_pending(self) -> None:
+        if self._pending is not None:
+            record, meter = self._pending
+            self._pending = None
+            self.traces.learn(record.carrying(max(0, meter.alive())))
+
+    def _record(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.backend.kind == "cuda":
+            self._meter = AllocatorMeter(self.backend.device, lambda: self.backend.held()["device"])
+            fixed = 0
+        else:
+            self._meter = StorageMeter(self._is_model_data)
+            self._meter.note((args, kwargs))
+            fixed = self.unmanaged.fixed_bytes()
+        self.backend.watch(self._meter)
+        self._recorder = Recorder(signature, self._meter, fixed)
+
+    def _is_model_data(self, storage: int) -> bool:
+        return self.backend.owns(storage) or storage in self.unmanaged.storages
+
+    def _imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
+        if self.ledger.budgets["host"] == 0 and self.config.device.memory == "auto":
+            return None
+        data = self.data
+        fake = FakeParameters(
+            tuple(data.run_of),
+            tuple(p.shape for p in data.places),
+            tuple(p.stride for p in data.places),
+            tuple(data.store.chunks["param", p.chunk].dtype for p in data.places),
+            tuple(p.requires_grad for p in data.parameters),
+        )
+        try:
+            record = trace_symbolically(
+                self.module,
+                fake,
+                args,
+                kwargs,
+                signature,
+                self.unmanaged.fixed_bytes(),
+                self.interceptor.substituted,
+                scalar_loss,
+            )
+        except Exception as reason:
+            # Any operator may lack a fake kernel; the first iteration is then cautious instead.
+            self.symbolic_note = f"{type(reason).__name__}: {reason}"
+            return None
+        return self.traces.learn(record)
+
+    def _adopt(self, known: Known) -> Plan | None:
+        """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
+        where the device could still hold it by demand: then the error says so at once."""
+        plan = self.traces.plan(known)
+        if plan is self.executor.plan and self.updates.homes == list(plan.homes):
+            return plan
+        leaving = [
+            i for i, home in enumerate(plan.homes) if home == "host" and self.updates.homes[i] != "host"
+        ]
+        coming = [
+            i for i, home in enumerate(plan.homes) if home == "device" and self.updates.homes[i] != "device"
+        ]
+        self.executor.plan = None
+        self.ledger.set_level("device", 0)
+        for index in (*leaving, *coming):
+            for chunk in self.updates.state_chunks(index):
+                self.executor.go_home(chunk, plan.homes[index])
+            self.updates.homes[index] = plan.homes[index]
+        self.executor.raise_level(max(plan.levels, default=0))
+        return plan
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a forward pass: hooks on, and everything let go of where it raises."""
+        metered = self._meter if isinstance(self._meter, StorageMeter) and self._recorder else nullcontext()
+        try:
+            with self.interceptor.scope(), metered:
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.executor.reverse()
+        with self.running():
+            loss.backward()
+            self.updates.finish_backward()
+        self._finish_pass()
+
+    def _finish_pass(self) -> None:
+        executor = self.executor
+        if self._recorder is not None:
+            self._pending = (self._recorder.finish(), self._meter)
+            self.backend.watch(None)
+            self._recorder = None
+            executor.recorder = None
+        elif executor.plan is not None and self._off_track():
+            known = self.traces.find(executor.plan.record.signature)
+            if known is not None:
+                known.stale = True
+        executor.finish()
+        self.micro += 1
+
+    def _off_track(self) -> bool:
+        executor = self.executor
+        plan = executor.plan
+        assert plan is not None
+        length = len(plan.record.moments)
+        return not executor.on_track or (executor.position + 1) % length != 0
+
+    def abandon(self) -> None:
+        """A pass raised: what it held is released, its trace is thrown away."""
+        self._recorder = None
+        self.executor.recorder = None
+        self.backend.watch(None)
+        self.executor.finish()
+
+    # -- update ---------------------------------------------------------------------------------------
+
+    def apply(self, scale: float) -> None:
+        self.executor.phase = "update"
+        try:
+            self.updates.apply(scale)
+        finally:
+            self.executor.finish()
+            self.micro = 0
+
+    def drop_gradients(self) -> None:
+        self.updates.discard()
+        self.micro = 0
+
+    def close(self) -> None:
+        """Gives all memory back; the module's parameters become placeholders."""
+        self.interceptor.remove()
+        for index in range(len(self.layout.chunks)):
+            self.data.unbind(index)
+        for chunk in self.store.chunks.values():
+            chunk.pins = 0
+            self.store.free(chunk)
+        if self.executor in self.executor.peers:
+            self.executor.peers.remove(self.executor)

@@ -1,0 +1,130 @@
+"""What is managed, in which dtype, within which budgets: decided once, before anything is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ebbtide.backend import Backend
+from ebbtide.config import Config
+from ebbtide.errors import BudgetError, ConfigError, nearest
+from ebbtide.memory.ledger import Ledger
+from ebbtide.run.model import SHORT_DTYPES, refuse_parameter
+from ebbtide.units import format_size
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MARGIN = 0.05
+"""Share of what is free that `auto` leaves alone: the machine has other users."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    managed: dict[str, nn.Parameter]
+    unmanaged: dict[str, nn.Parameter]
+    dtypes: dict[str, torch.dtype]
+    """What each parameter, managed or not, is computed in."""
+    buffer_dtype: torch.dtype | None
+    """What floating buffers become, as with `module.to(dtype)`; None where they keep their own."""
+
+
+def choose(module: nn.Module, config: Config) -> Choice:
+    """Splits the module's parameters into managed and unmanaged ones.
+
+    A module in one floating dtype is converted to `precision`, as `module.to(dtype)` would; in a mixed one
+    every parameter keeps its own.
+    """
+    named = dict(module.named_parameters())
+    for pattern in config.unmanaged:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise ConfigError(f"unmanaged: {pattern!r} matches no parameter{nearest(pattern, named)}")
+    managed: dict[str, nn.Parameter] = {}
+    unmanaged: dict[str, nn.Parameter] = {}
+    for name, parameter in named.items():
+        refuse_parameter(name, parameter)
+        by_hand = any(fnmatchcase(name, pattern) for pattern in config.unmanaged)
+        chunkable = parameter.dtype in SHORT_DTYPES and parameter.dtype != torch.float64 and parameter.numel()
+        (managed if chunkable and not by_hand and _is_dense(parameter) else unmanaged)[name] = parameter
+    found = {p.dtype for p in named.values() if p.dtype.is_floating_point}
+    target = PRECISIONS[config.precision] if len(found) == 1 else None
+    dtypes = {n: target if target and p.dtype.is_floating_point else p.dtype for n, p in named.items()}
+    return Choice(managed, unmanaged, dtypes, target)
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether the elements fill their storage span without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(parameter.stride(), parameter.shape, strict=True) if sz != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
+    """Bytes of each tier. On a CPU both tiers are RAM: without a device budget there is one tier only."""
+    free = backend.available()
+    device, host = config.device.memory, config.host.memory
+    if backend.kind == "cuda":
+        device = int(free["device"] * (1 - MARGIN)) if device == "auto" else device
+        host = int(free["host"] * (1 - MARGIN)) if host == "auto" else host
+    elif device == "auto" and config.placement != "auto" and host == "auto":
+        device = host = int(free["device"] * (1 - MARGIN)) // 2  # a named placement needs both tiers
+    elif device == "auto":
+        host = 0 if host == "auto" else host
+        device = int(free["device"] * (1 - MARGIN)) - host
+    else:
+        host = max(0, int(free["host"] * (1 - MARGIN)) - device) if host == "auto" else host
+    return {"device": int(device), "host": int(host)}
+
+
+def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
+    """Refuses model data that no placement could hold, before anything is allocated."""
+    room = {tier: ledger.budgets[tier] - ledger.reserved[tier] for tier in ledger.budgets}
+    short = needed - sum(room.values())
+    if short > 0:
+        raise BudgetError(
+            f"model data of {format_size(needed)} does not fit {format_size(room['device'])} of device and "
+            f"{format_size(room['host'])} of host memory: short by {format_size(short)}",
+            tier="host",
+            short=short,
+            advice=f"raise host.memory or device.memory by {short} bytes, or take a smaller model",
+        )
+    short = largest - room["device"]
+    if short > 0:
+        raise BudgetError(
+            f"device: the largest chunk has {format_size(largest)}, the budget is {format_size(room['device'])}: "
+            f"short by {format_size(short)}",
+            tier="device",
+            short=short,
+            advice=f"raise device.memory by {short} bytes, or lower chunk_size",
+        )
+
+
+def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: bool) -> str:
+    """What distinguishes one iteration's input from another's: shapes and dtypes, simple values."""
+    parts: list[str] = ["train" if training else "eval"]
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            parts.append(f"{tuple(value.shape)}{value.dtype}")
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                parts.append(str(key))
+                add(item)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            for item in value:
+                add(item)
+        elif value is None or isinstance(value, (bool, int, str)):
+            parts.append(repr(value))
+        else:
+            parts.append(type(value).__name__)
+
+    add(args)
+    add(kwargs)
+    return "|".join(parts)

@@ -1,0 +1,60 @@
+"""Which iteration is traced, which plan it runs under, and when it is traced again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ebbtide.plan.place import ModelShape, Plan, Settings, make_plan
+from ebbtide.record import Record
+
+REMEMBERED = 16
+
+
+@dataclass
+class Known:
+    """What is known of one kind of input."""
+
+    record: Record
+    plan: Plan | None = None
+    stale: bool = False
+    """Execution left this trace: it is used as far as it goes, and made again."""
+
+
+class Traces:
+    """Records and plans by signature, the most recently used ones."""
+
+    def __init__(self, shape: ModelShape, settings: Settings) -> None:
+        self.shape = shape
+        self.settings = settings
+        self.count = 0
+        self._known: OrderedDict[str, Known] = OrderedDict()
+
+    def find(self, signature: str) -> Known | None:
+        known = self._known.get(signature)
+        if known is not None:
+            self._known.move_to_end(signature)
+        return known
+
+    def learn(self, record: Record) -> Known:
+        self.count += 1
+        known = Known(record)
+        self._known[record.signature] = known
+        self._known.move_to_end(record.signature)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return known
+
+    def plan(self, known: Known) -> Plan:
+        if known.plan is None:
+            known.plan = make_plan(self.shape, known.record, self.settings)
+        return known.plan
+
+    def highest(self) -> int:
+        """The highest tide that any known kind of input has."""
+        return max((known.record.peak for known in self._known.values()), default=-1)
+
+    def replan(self, settings: Settings) -> None:
+        self.settings = settings
+        for known in self._known.values():
+            known.plan = None

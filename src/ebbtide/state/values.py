@@ -1,0 +1,117 @@
+"""A session's values by name: loaded in master precision, stored through master and parameter alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ebbtide.errors import ConfigError, nearest
+from ebbtide.run.model import dense
+from ebbtide.run.session import Session
+
+
+def names(session: Session) -> list[str]:
+    """All parameters, managed or not, each once, in the module's order."""
+    return [name for name, _ in session.module.named_parameters()]
+
+
+def load(session: Session, name: str) -> torch.Tensor:
+    if name in session.unmanaged.parameters:
+        parameter = session.unmanaged.parameters[name].detach()
+        master = session.unmanaged.masters.get(name)
+        if master is None:
+            return parameter.to("cpu", torch.float32 if parameter.is_floating_point() else None, copy=True)
+        return master.cpu().clone().as_strided(parameter.shape, parameter.stride())
+    member = session.data.names.index(name)
+    return session.data.load_value(member, session.updates.kernels["host"])
+
+
+def save(session: Session, name: str, value: torch.Tensor) -> None:
+    if name in session.unmanaged.parameters:
+        parameter = session.unmanaged.parameters[name]
+        _same_shape(name, value, tuple(parameter.shape))
+        with torch.no_grad():
+            parameter.data.copy_(value)
+            if name in session.unmanaged.masters:
+                laid = torch.empty_strided(parameter.shape, parameter.stride())
+                session.unmanaged.masters[name].copy_(dense(laid.copy_(value)))
+        return
+    member = session.data.names.index(name)
+    place = session.data.places[member]
+    _same_shape(name, value, place.shape)
+    laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32)
+    session.data.store_value(member, dense(laid.copy_(value)), session.updates.kernels["host"])
+    param = session.data.parameter_chunk(place.chunk)
+    if param.device_valid and param.host_valid:
+        session.store.written(param, "host")
+        session.executor.leave_stale(param)
+
+
+def gradient(session: Session, name: str) -> torch.Tensor | None:
+    if name in session.unmanaged.parameters:
+        found = session.unmanaged.parameters[name].grad
+        return None if found is None else found.to("cpu", torch.float32, copy=True)
+    member = session.data.names.index(name)
+    updates = session.updates
+    if not updates.arrived[member]:
+        return None
+    place = session.data.places[member]
+    chunk = session.store.chunks["param" if member in updates.taken else "grad", place.chunk]
+    session.store.settle(chunk, host=True)
+    tier = "host" if chunk.host_valid else "device"
+    flat = torch.empty(place.numel)
+    for start, piece in chunk.slices(tier, place.offset, place.numel):
+        flat[start : start + piece.numel()].copy_(piece)
+    flat /= session.config.accumulate
+    return flat.as_strided(place.shape, place.stride)
+
+
+def state_dict(session: Session) -> dict[str, torch.Tensor]:
+    """Every key that the module's own state_dict has; tied weights appear under each of their names."""
+    first = {id(parameter): name for name, parameter in session.module.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
+    for name, parameter in session.module.named_parameters(remove_duplicate=False):
+        owner = first[id(parameter)]
+        if owner not in loaded:
+            loaded[owner] = load(session, owner)
+        found[name] = loaded[owner]
+    for prefix, child in session.module.named_modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                found[f"{prefix}.{key}" if prefix else key] = buffer.detach().cpu().clone()
+    return found
+
+
+def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None:
+    expected = state_dict_keys(session)
+    for key in state:
+        if key not in expected:
+            raise ConfigError(f"state dict: unknown key {key!r}{nearest(key, expected)}")
+    missing = [key for key in expected if key not in state]
+    if missing:
+        raise ConfigError(f"state dict: {len(missing)} keys are missing, the first is {missing[0]!r}")
+    for name in names(session):
+        save(session, name, state[name])
+    for prefix, child in session.module.named_modules():
+        for key, buffer in child._buffers.items():
+            full = f"{prefix}.{key}" if prefix else key
+            if buffer is not None and full in state:
+                buffer.copy_(state[full])
+
+
+def state_dict_keys(session: Session) -> list[str]:
+    keys = [name for name, _ in session.module.named_parameters(remove_duplicate=False)]
+    for prefix, child in session.module.named_modules():
+        keys += [
+            f"{prefix}.{key}" if prefix else key
+            for key, buffer in child._buffers.items()
+            if buffer is not None and key not in child._non_persistent_buffers_set
+        ]
+    return keys
+
+
+def _same_shape(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(value.shape) != shape:
+        raise ConfigError(f"{name}: expected shape {shape}, found {tuple(value.shape)}")

@@ -1,0 +1,66 @@
+"""Writes a record from the events of an iteration, as they happen."""
+
+from __future__ import annotations
+
+import time
+
+from ebbtide.record import Access, Arrival, Moment, Record
+from ebbtide.tracing.meter import Meter
+
+
+class Recorder:
+    def __init__(
+        self,
+        signature: str,
+        meter: Meter,
+        fixed: int,
+        source: str = "live",
+    ) -> None:
+        self._signature = signature
+        self._meter = meter
+        self._fixed = fixed
+        self._source = source
+        self._moments: list[tuple[int, int, float]] = []
+        self._accesses: list[Access] = []
+        self._arrivals: list[Arrival] = []
+        self._open: dict[int, tuple[int, int]] = {}
+        meter.take_peak()
+
+    @property
+    def index(self) -> int:
+        """The moment that runs now; -1 before the first."""
+        return len(self._moments) - 1
+
+    def moment(self, what: int) -> None:
+        """A new moment starts."""
+        self._close()
+        self._moments.append((what, 0, time.perf_counter()))
+
+    def _close(self) -> None:
+        peak = self._meter.take_peak()
+        if self._moments:
+            what, _, start = self._moments[-1]
+            self._moments[-1] = (what, peak, time.perf_counter() - start)
+
+    def begin(self, run: int, phase: int) -> None:
+        self._open[run] = (self.index, phase)
+
+    def end(self, run: int, early: bool = False) -> None:
+        """`early`: the moment that has just begun does not need the run any more."""
+        opened = self._open.pop(run, None)
+        if opened is not None:
+            first, phase = opened
+            self._accesses.append(
+                Access(run, first, max(first, self.index - 1 if early else self.index), phase)
+            )
+
+    def arrival(self, parameter: int) -> None:
+        self._arrivals.append(Arrival(parameter, self.index))
+
+    def finish(self) -> Record:
+        self._close()
+        for run in list(self._open):
+            self.end(run)
+        moments = tuple(Moment(what, peak + self._fixed, seconds) for what, peak, seconds in self._moments)
+        accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))
+        return Record(self._signature, moments, accesses, tuple(self._arrivals), self._fixed, self._source)

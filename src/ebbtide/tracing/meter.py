@@ -1,0 +1,110 @@
+"""Exact live bytes of non-model data: a dispatch mode that follows storages, or the allocator's counters.
+
+Nothing is polled. On the CPU every operator's outputs are seen as they are made and a weak reference says
+when their storage dies; on CUDA the allocator keeps the peak, and the meter is told when chunks come and go
+so that a prefetch is not taken for an activation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Meter(Protocol):
+    def take_peak(self) -> int:
+        """The most bytes alive since the last call."""
+
+    def alive(self) -> int: ...
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts the bytes of every storage made under it, but for those that `ignore` claims (by address of
+    the storage object)."""
+
+    def __init__(self, ignore: Callable[[int], bool], device: torch.device | None = None) -> None:
+        super().__init__()
+        self._ignore = ignore
+        self._device = device
+        self._refs: dict[int, Any] = {}
+        self._alive = 0
+        self._peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self._note(out)
+        elif out is not None:
+            self.note(out)
+        return out
+
+    def note(self, values: Any) -> None:
+        """Counts tensors that were not made under the mode: a batch, say."""
+        for value in tree_iter(values):
+            if isinstance(value, torch.Tensor):
+                self._note(value)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # sparse and other tensors without one storage
+        key = storage._cdata
+        if key in self._refs or self._ignore(key):
+            return
+        if self._device is not None and tensor.device != self._device:
+            return
+        count = storage.nbytes()
+        self._refs[key] = weakref.ref(storage, partial(self._died, key, count))
+        self._alive += count
+        self._peak = max(self._peak, self._alive)
+
+    def _died(self, key: int, count: int, _: Any) -> None:
+        if self._refs.pop(key, None) is not None:
+            self._alive -= count
+
+    def take_peak(self) -> int:
+        peak, self._peak = self._peak, self._alive
+        return peak
+
+    def alive(self) -> int:
+        return self._alive
+
+
+class AllocatorMeter:
+    """CUDA: what the caching allocator counts, less our chunks."""
+
+    def __init__(self, device: torch.device, ours: Callable[[], int]) -> None:
+        self._device = device
+        self._ours = ours
+        self._peak = 0
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def split(self) -> None:
+        """Called before chunk bytes change: what was seen so far is taken with the old chunk bytes."""
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device) - self._ours())
+
+    def restart(self) -> None:
+        """Called after chunk bytes have changed."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def take_peak(self) -> int:
+        self.split()
+        self.restart()
+        peak, self._peak = self._peak, 0
+        return peak
+
+    def alive(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._ours()
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())

@@ -1,0 +1,74 @@
+"""Sizes in bytes as people write them, and rounding."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from ebbtide.errors import ConfigError
+
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("kB", "MB", "GB", "TB", "PB")
+UNITS = {"B": 1, "KB": 1000}
+UNITS |= {unit: 1000**power for power, unit in enumerate(_DECIMAL, 1)}
+UNITS |= {unit: 1024**power for power, unit in enumerate(_BINARY, 1)}
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes: `24GB` is 24e9, `24GiB` is 24 * 2**30, a plain number counts bytes.
+
+    Fractions of a byte are dropped, so that a budget is never larger than what was written.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is not None:
+        number, unit = match.groups()
+        if not unit and number.isdigit():
+            return int(number)
+        if unit in UNITS:
+            return int(Fraction(number) * UNITS[unit])
+    raise ConfigError(
+        f"expected a size such as '24GB', '24GiB' or '512MB', found {text!r}{nearest_size(text)}"
+    )
+
+
+def nearest_size(text: object) -> str:
+    """The end of a sentence about a wrong size: what was probably meant.
+
+    Units are case-sensitive because `Gb` and `GB` differ by a factor of eight.
+    """
+    if isinstance(text, float) and text.is_integer() and text >= 0:
+        return f"; did you mean {int(text)}?"
+    if not isinstance(text, str):
+        return ""
+    match = re.search(r"(\d+(?:[.,]\d+)?)\s*([a-z]*)", text.lower().replace("_", ""), re.ASCII)
+    if match is None:
+        return ""
+    number, unit = match[1].replace(",", "."), match[2]
+    known = {name.lower(): name for name in UNITS}
+    if unit:
+        unit = known.get(unit) or known.get(unit + "b") or known.get(unit[0] + "b", "GB")
+    elif "." in number:
+        unit = "GB"
+    return f"; did you mean '{number}{unit}'?"
+
+
+def format_size(n: int) -> str:
+    """`1.50 GiB`: binary units and three significant digits, and still a form that `parse_size` reads."""
+    if n < 0:
+        return f"-{format_size(-n)}"
+    if n < 1024:
+        return f"{n} B"
+    value = float(n)
+    for unit in _BINARY:
+        value /= 1024
+        if value < 1023.5 or unit == _BINARY[-1]:
+            break
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f} {unit}"
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,19 @@
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads() -> None:
+    """The number of threads changes numbers; two everywhere."""
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

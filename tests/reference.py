@@ -1,0 +1,103 @@
+"""A plain PyTorch training loop with the formula that ebbtide promises, written without its code.
+
+Nothing is moved, nothing is chunked: ordinary parameters, ordinary backward, an update by eager operators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+ROUND = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def to_parameter(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 to the compute dtype: bf16 rounds half up in bits, fp16 to nearest even."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    bits = master.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    bits = torch.where(master.isnan(), torch.full_like(bits, 0x7FC00000), bits)
+    high = ((bits + 0x8000) >> 16) & 0xFFFF
+    high = torch.where(high >= 0x8000, high - 0x10000, high)
+    return high.to(torch.int16).view(torch.bfloat16).view(master.shape)
+
+
+def square_sum(gradient: torch.Tensor, stride: Sequence[int]) -> float:
+    """fp64, blocks of 1,024 in storage order: 32 lanes over 32 rows, lanes halved, blocks in adjacent pairs."""
+    laid = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype).copy_(gradient)
+    flat = laid.as_strided((laid.numel(),), (1,)).double()
+    rows = torch.zeros(math.ceil(flat.numel() / 1024) * 1024, dtype=torch.float64)
+    rows[: flat.numel()] = flat * flat
+    rows = rows.view(-1, 32, 32)
+    lanes = rows[:, 0].clone()
+    for row in range(1, 32):
+        lanes = lanes + rows[:, row]
+    for half in (16, 8, 4, 2, 1):
+        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
+    sums = lanes[:, 0].tolist()
+    while len(sums) > 1:
+        pairs = [sums[i] + sums[i + 1] for i in range(0, len(sums) - 1, 2)]
+        sums = pairs + ([sums[-1]] if len(sums) % 2 else [])
+    return sums[0]
+
+
+def f32(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def train(
+    model: nn.Module,
+    batch_of: Callable[[int], dict[str, Any]],
+    steps: int,
+    precision: str = "bf16",
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    clip: float | None = None,
+    accumulate: int = 1,
+) -> tuple[str, list[float]]:
+    """The hash of the fp32 masters in name order after `steps` updates, and the losses."""
+    dtype = ROUND[precision]
+    masters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.to(dtype)
+    moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in masters.items()}
+    for name, parameter in model.named_parameters():
+        parameter.data = to_parameter(masters[name], dtype)
+    losses: list[float] = []
+    for step in range(1, steps + 1):
+        for micro in range(accumulate):
+            loss = model(**batch_of((step - 1) * accumulate + micro)).loss
+            loss.backward()
+            losses.append(loss.item())
+        total = 0.0
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.grad is not None:
+                total += square_sum(parameter.grad, parameter.stride())
+        scale = 1.0 / accumulate
+        if clip is not None:
+            scale = scale * min(1.0, clip / (math.sqrt(total) * scale + 1e-6))
+        first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            p, (m, v) = masters[name], moments[name]
+            g = parameter.grad.float() * f32(scale)
+            m.copy_((m * f32(betas[0])) + (g * f32(1 - betas[0])))
+            v.copy_((v * f32(betas[1])) + ((g * f32(1 - betas[1])) * g))
+            # torch's fp32 sqrt is not correctly rounded everywhere; rounded from fp64 it is.
+            d = v.double().sqrt().float() * f32(1 / math.sqrt(second))
+            d = d + f32(eps)
+            p.copy_(p * f32(1 - lr * weight_decay))
+            p.copy_(p - (m / d) * f32(lr / first))
+            parameter.data = to_parameter(p, dtype)
+            parameter.grad = None
+    digest = hashlib.sha256()
+    for name in sorted(masters):
+        digest.update(masters[name].contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest(), losses
