@@ -226,9 +226,9 @@ def test_operands_say_what_is_wrong():
     half, whole, full = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8), torch.zeros(4)
     with pytest.raises(ValueError, match=r"torch\.float16 with a master of torch\.int16"):
         Operands(half.half(), half, torch.zeros(4, dtype=torch.int16), (full,))
-    with pytest.raises(ValueError, match=r"found state of shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"on one device; found .*\(8,\)"):
         Operands(full, full.clone(), None, (full.clone(), whole))
-    with pytest.raises(ValueError, match=r"found gradient of shape \(4,\) and strides \(2,\)"):
+    with pytest.raises(ValueError, match=r"\(4,\) strided \(2,\)"):
         Operands(full, whole[::2], None, (full.clone(),))
     with pytest.raises(ValueError, match=r"found torch\.float16"):
         Operands(half, half.half(), full, (full.clone(),))

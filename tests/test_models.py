@@ -133,7 +133,10 @@ def test_unknown_names_are_refused(name: str, message: str) -> None:
         ('{"model_type": "gpt3"}', "unknown model_type 'gpt3'; did you mean"),
         ('{"model_type": "gpt2", "n_embd": "wide"}', "not a valid gpt2 config"),
         ('{"model_type": "gpt2", "vocab_size": 100}', "needs a vocabulary of 256 or more; it has 100"),
-        ('{"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}', "has no objective here"),
+        (
+            '{"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}',
+            "has no objective here",
+        ),
         ('{"model_type": "gpt2", "n_embd": 10, "n_head": 3}', "cannot build the model"),
     ],
 )
@@ -148,7 +151,7 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"with a config\.json; there is none"):
         find_model(str(tmp_path))
     _config(tmp_path / "config.json", n_layer=1, n_embd=32)
-    with pytest.raises(ConfigError, match="no \\*.safetensors files to start from"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors files to start from"):
         find_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(ConfigError, match="cannot read the weights"):

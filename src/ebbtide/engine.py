@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import choose, resolve_budgets, signature_of
 from ebbtide.state import values
+from ebbtide.state.module import guard
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Tiers:
 
     backend: Backend
     ledger: Ledger
-    executors: list[Executor]
+    executors: WeakSet[Executor] = field(default_factory=WeakSet)
 
 
 _shared: dict[str, Tiers] = {}
@@ -65,8 +68,13 @@ def initialize(
 
 class Engine:
     def __init__(
-        self, module: nn.Module, config: Config, param_groups: Iterable[dict[str, Any]] | None = None
+        self,
+        module: nn.Module,
+        config: Config,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
+        """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         _refuse_unbuilt(config)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
@@ -75,12 +83,13 @@ class Engine:
         self.config = config
         self.module = module
         self.steps = 0
-        tiers = _tiers(config)
+        tiers = tiers or _tiers(config)
         self._tiers = tiers
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
         choice = choose(module, config)
         self._session = Session(module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors)
+        guard(self._session)
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self.optimizer = self._make_optimizer(param_groups)
         self._broken = ""
@@ -253,6 +262,11 @@ class Engine:
         self.steps += 1
 
     @property
+    def device(self) -> torch.device:
+        """Where the module computes: batches belong there."""
+        return self._tiers.backend.device
+
+    @property
     def loss_scale(self) -> float:
         return self._scaler.scale if self._scaler is not None else 1.0
 
@@ -337,6 +351,7 @@ class Engine:
         return {
             "moved_bytes": dict(session.store.traffic.moved),
             "fetches": session.store.traffic.fetches,
+            "stall_seconds": dict(session.store.traffic.stalls),
             "evictions": session.store.traffic.evictions,
             "drops": session.store.traffic.drops,
             "peak_bytes": dict(ledger.peak),
@@ -349,6 +364,7 @@ class Engine:
             "chunks": len(session.layout.chunks),
             "utilisation": session.layout.utilisation,
             "planned_traffic": plan.traffic if plan else None,
+            "minimum_traffic": session.traces.least_traffic(plan.record) if plan else None,
             "least_device_bytes": plan.least if plan else None,
             "non_model_peak": plan.record.peak if plan else None,
         }
@@ -363,15 +379,22 @@ class Engine:
         self._broken = "it was closed"
 
 
+def open_tiers(config: Config) -> Tiers:
+    """Fresh tiers with the config's budgets."""
+    backend = open_backend(config.device.kind, config.poison)
+    return Tiers(backend, Ledger(resolve_budgets(config, backend)))
+
+
 def _tiers(config: Config) -> Tiers:
     """The process's tiers for this kind of device: a second engine shares the first one's budgets."""
     kind = config.device.kind
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     tiers = _shared.get(kind)
+    if tiers is not None and tiers.executors:
+        gc.collect()  # an engine that nobody holds any more gives its memory back
     if tiers is None or not tiers.executors:
-        backend = open_backend(kind, config.poison)
-        tiers = _shared[kind] = Tiers(backend, Ledger(resolve_budgets(config, backend)), [])
+        tiers = _shared[kind] = open_tiers(config)
         return tiers
     for tier, asked in (("device", config.device.memory), ("host", config.host.memory)):
         if asked not in ("auto", tiers.ledger.budgets[tier]):
@@ -385,6 +408,11 @@ def _tiers(config: Config) -> Tiers:
 def _refuse_unbuilt(config: Config) -> None:
     if config.updates == "lock-free":
         raise UnsupportedError('updates = "lock-free" is not built yet; use "exact" or "in-backward"')
+    if config.updates == "in-backward" and config.precision == "fp16":
+        raise UnsupportedError(
+            'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '
+            'updates = "exact"'
+        )
     if config.ssd.memory != 0:
         raise UnsupportedError("ssd.memory: the SSD tier is not built yet; set it to 0")
     if config.host_modules:

@@ -53,9 +53,7 @@ class Training:
         self._valid = self._validation() if task.eval_every else None
         module = self.spec.build(task.seed)
         if task.checkpoint_activations:
-            if not getattr(module, "supports_gradient_checkpointing", False):
-                raise UnsupportedError(f"--checkpoint-activations: {task.model} cannot checkpoint its layers")
-            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            _checkpoint(module, task.model)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.engine = initialize(module, config)
         keep_freed_memory()
@@ -169,6 +167,14 @@ class Training:
 def _check_length(task: Task, spec: ModelSpec) -> None:
     if spec.context is not None and task.seq > spec.context:
         raise ConfigError(f"--seq: {task.seq} is longer than the context of {task.model}, {spec.context}")
+
+
+def _checkpoint(module: Any, name: str) -> None:
+    if not getattr(module, "supports_gradient_checkpointing", False):
+        raise UnsupportedError(f"--checkpoint-activations: {name} cannot checkpoint its layers")
+    # Transformers renamed it on the way from 5 to 6.
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _factor(schedule: str, done: float) -> float:

@@ -15,6 +15,13 @@ from ebbtide.intercept.runs import ParameterRun, Unit
 from ebbtide.intercept.saved import SavedTensors
 
 
+def _refuse_copy(*_: Any) -> NoReturn:
+    raise UnsupportedError(
+        "a managed module cannot be copied or pickled: its weights are not all in one place. "
+        "Use engine.state_dict() or engine.weights() for the values, or copy it before initialize()"
+    )
+
+
 class ParameterTable(dict[str, Any]):
     """A module's `_parameters` that tells when a parameter is read while its module is not running.
 
@@ -34,14 +41,8 @@ class ParameterTable(dict[str, Any]):
             self._interceptor.foreign_read(run)
         return dict.__getitem__(self, name)
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsupportedError(
-            "a managed module cannot be copied or pickled: its weights are not all in one place. "
-            "Use engine.state_dict() or engine.weights() for the values, or copy it before initialize()"
-        )
-
-    __deepcopy__ = _refuse
-    __reduce_ex__ = _refuse
+    __deepcopy__ = _refuse_copy
+    __reduce_ex__ = _refuse_copy
 
 
 class _Frame:
@@ -57,6 +58,9 @@ class _Frame:
 
 class Interceptor:
     """Installs the hooks on a module and reports to `observer`, which may be exchanged between iterations."""
+
+    __deepcopy__ = _refuse_copy
+    __reduce_ex__ = _refuse_copy
 
     def __init__(
         self,
@@ -109,6 +113,10 @@ class Interceptor:
                 hook = partial(self._gradient, index)
                 self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
                 self._watched[index] = True
+
+    def keep(self, handle: Any) -> None:
+        """A further hook's handle, removed with ours."""
+        self._handles.append(handle)
 
     def remove(self) -> None:
         for handle in self._handles:

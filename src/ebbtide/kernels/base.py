@@ -16,6 +16,7 @@ apart, 8, 4, 2, 1). The sums of blocks are added in adjacent pairs, an odd last 
 left.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
@@ -49,24 +50,17 @@ def form_of(parameter: Tensor, master: Tensor | None) -> str:
     return form
 
 
-def require_vectors(**vectors: Tensor | None) -> None:
+def require_vectors(*vectors: Tensor | None) -> None:
     """Refuse what are not contiguous vectors of one length on one device."""
-    length, device = -1, None
-    for name, vector in vectors.items():
-        if vector is None:
-            continue
-        if device is None:
-            length, device = vector.numel(), vector.device
-        if (
-            vector.numel() != length
-            or vector.device != device
-            or vector.dim() != 1
-            or not vector.is_contiguous()
+    first = vectors[0]
+    assert first is not None
+    shape, device = first.shape, first.device
+    for vector in vectors:
+        if vector is not None and (
+            vector.shape != shape or vector.device != device or not vector.is_contiguous() or len(shape) != 1
         ):
-            found = f"{name} of shape {tuple(vector.shape)} and strides {vector.stride()} on {vector.device}"
-            raise ValueError(
-                f"expected contiguous vectors of {length} elements on {device}, like the first; found {found}"
-            )
+            found = [f"{tuple(v.shape)} strided {v.stride()} on {v.device}" for v in vectors if v is not None]
+            raise ValueError(f"expected contiguous vectors of one length on one device; found {found}")
 
 
 def require_capture(destination: Tensor, source: Tensor) -> None:
@@ -95,10 +89,13 @@ def require_bytes(destination: Tensor, source: Tensor) -> None:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one run of memory, each once, in whatever order."""
-    if tensor.is_contiguous():
-        return True
+    return tensor.is_contiguous() or _fill(tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(4096)
+def _fill(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
                 return False
@@ -121,9 +118,8 @@ class Operands:
 
     def __post_init__(self) -> None:
         form = form_of(self.parameter, self.master)
-        require_vectors(parameter=self.parameter, gradient=self.gradient, master=self.master)
+        require_vectors(self.parameter, self.gradient, self.master, *self.states)
         for state in self.states:
-            require_vectors(parameter=self.parameter, state=state)
             require_numbers(state)
         if self.gradient.dtype not in (self.parameter.dtype, torch.float32):
             raise ValueError(

@@ -66,13 +66,13 @@ class NativeKernels:
         return self._sum("look", destination, None)
 
     def sum_of_squares(self, flat: Tensor) -> float:
-        require_vectors(flat=flat)
+        require_vectors(flat)
         _require_cpu(flat)
         return self._sum("look", flat, None)
 
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         require_numbers(master32)
-        require_vectors(master32=master32, parameter=parameter, master=master)
+        require_vectors(master32, parameter, master)
         _require_cpu(parameter)
         alone = master is None and parameter.dtype != torch.float32
         form = f"{TYPES[parameter.dtype]}_alone" if alone else form_of(parameter, master)
@@ -81,7 +81,7 @@ class NativeKernels:
 
     def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
         form = form_of(parameter, master)
-        require_vectors(parameter=parameter, master=master)
+        require_vectors(parameter, master)
         _require_cpu(parameter)
         out = torch.empty(parameter.shape, dtype=torch.float32)
         pointers = (parameter.data_ptr(), _pointer(master), out.data_ptr())
@@ -90,7 +90,7 @@ class NativeKernels:
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         require_bytes(destination, source)
-        require_vectors(destination=destination, source=source)
+        require_vectors(destination, source)
         _require_cpu(destination)
         pointers = (destination.data_ptr(), source.data_ptr())
         self._run(self._get("move", 4), pointers, destination.numel(), SHORT_BYTES)

@@ -44,14 +44,14 @@ class FallbackKernels:
 
     @torch.no_grad()
     def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
-        require_vectors(flat=flat)
+        require_vectors(flat)
         total = pairwise(block_sums(flat))
         return total.item() if total.is_cpu else total
 
     @torch.no_grad()
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         require_numbers(master32)
-        require_vectors(master32=master32, parameter=parameter, master=master)
+        require_vectors(master32, parameter, master)
         if master is not None:
             form_of(parameter, master)
         for at in _spans(parameter):
@@ -60,7 +60,7 @@ class FallbackKernels:
     @torch.no_grad()
     def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
         form_of(parameter, master)
-        require_vectors(parameter=parameter, master=master)
+        require_vectors(parameter, master)
         out = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         for at in _spans(parameter):
             out[at] = _load(parameter[at], None if master is None else master[at])

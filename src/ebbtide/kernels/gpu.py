@@ -197,7 +197,7 @@ class TritonKernels(FallbackKernels):
         return super().capture(destination, source, add)
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
-        require_vectors(flat=flat)
+        require_vectors(flat)
         return _sum("look", flat, flat)
 
 

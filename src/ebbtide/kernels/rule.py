@@ -10,8 +10,8 @@ on some processors), no division by a scalar (a GPU multiplies by the reciprocal
 it is off by a bit in one element of 150). Coefficients are rounded to fp32 once, here.
 """
 
-import ctypes
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,11 +39,6 @@ class Rule:
     formula: Callable[[Tensor, Tensor, tuple[Tensor, ...], Sequence[float]], None]
 
 
-def fp32(x: float) -> float:
-    """The nearest fp32 number."""
-    return ctypes.c_float(x).value
-
-
 def root(x: Tensor) -> Tensor:
     """The square root of fp32 numbers, correctly rounded: in fp64 no result comes near the middle of two."""
     return x.double().sqrt_().float()
@@ -65,7 +60,7 @@ def _coefficients(group: Mapping[str, Any], step: int, scale: float, *, decouple
         lr / (1 - b1**step),
         1 - lr * decay if decoupled else decay,
     )
-    return tuple(map(fp32, exact))
+    return tuple(array("f", exact))
 
 
 def _move(p: Tensor, g: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:

@@ -12,6 +12,7 @@ move or when: that is the executor's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -100,6 +101,8 @@ class Traffic:
     fetches: int = 0
     evictions: int = 0
     drops: int = 0
+    stalls: dict[str, float] = field(default_factory=lambda: {"host_to_device": 0.0, "device_to_host": 0.0})
+    """Seconds that the host waited for a move, by link."""
 
 
 class ChunkStore:
@@ -241,8 +244,7 @@ class ChunkStore:
             arrived = "device" if link == "host_to_device" else "host"
             chunk.move = None
             try:
-                for event in events:
-                    event.wait()
+                self._wait(events, link)
             except BaseException:
                 self._close(chunk, arrived)
                 raise
@@ -257,13 +259,18 @@ class ChunkStore:
                 event.synchronize()
             chunk.pending = []
 
+    def _wait(self, events: Sequence[Event], link: str) -> None:
+        start = time.perf_counter()
+        for event in events:
+            event.wait()
+        self.traffic.stalls[link] += time.perf_counter() - start
+
     def turn_back(self, chunk: Chunk) -> None:
         """The chunk is wanted on the device: a fetch is ended, an eviction leaves a clean pair behind."""
         if chunk.move is not None and chunk.move[0] == "device_to_host":
             _, events = chunk.move
             chunk.move = None
-            for event in events:
-                event.wait()
+            self._wait(events, "device_to_host")
             chunk.pending = events
             chunk.host_valid = True
         else:

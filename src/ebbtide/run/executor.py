@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 
@@ -44,8 +45,7 @@ class Executor:
         self.on_track = False
         self.diverged = ""
         self.position = -1
-        self.stalls = {"host_to_device": 0, "device_to_host": 0}
-        self.peers: list[Executor] = []
+        self.peers: WeakSet[Executor] = WeakSet()
         """Executors that share the budget, this one included."""
         self.reclaim: Callable[[int], None] = lambda run: None
         """Called before a run is used: gradients may have taken its parameters' space."""

@@ -21,6 +21,7 @@ from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunks import TORCH_DTYPES, Chunk, ChunkStore, aligned
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ class ModelData:
         )
         self.run_names = [", ".join(self.names[p] for p in run.parameters) for run in self.runs]
         self.trained = [any(parameters[p].requires_grad for p in group) for group in self.members]
+        self.taken = [False] * len(self.parameters)
+        self.originals = [p.dtype for p in self.parameters]
         self.bound = [False] * len(layout.chunks)
         self._starts = [[self.places[p].offset for p in group] for group in self.members]
         self._storages: dict[int, int] = {}
@@ -158,6 +161,7 @@ class ModelData:
     def release_original(self, member: int) -> None:
         """The parameter's own memory is no longer needed: its value is in its chunk."""
         self.parameters[member].data = self._placeholder(member)
+        self.taken[member] = True
 
     # -- saved views ----------------------------------------------------------------------------------
 
@@ -224,7 +228,7 @@ def refuse_parameter(name: str, parameter: torch.Tensor) -> None:
         raise UnsupportedError(
             f"{name} has layout {parameter.layout}; only dense (strided) parameters can be managed"
         )
-    if parameter.requires_grad and parameter.dtype not in SHORT_DTYPES:
+    if parameter.requires_grad and parameter.dtype not in COMPUTE_DTYPES:
         raise UnsupportedError(
             f"{name} is trained in {parameter.dtype}; expected bfloat16, float16 or float32. "
             "Convert it before initialize(), or set requires_grad=False"

@@ -6,9 +6,11 @@ planned; it knows nothing of configs, files or users.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -42,7 +44,7 @@ class Session:
         backend: Backend,
         ledger: Ledger,
         kernels: Mapping[str, Kernels],
-        peers: list[Executor],
+        peers: WeakSet[Executor],
     ) -> None:
         self.module, self.config, self.backend, self.ledger = module, config, backend, ledger
         parameters, runs, units = find_units(module, list(choice.managed.values()))
@@ -62,7 +64,6 @@ class Session:
         self.executor.reclaim = self.updates.reclaim
         self.updates.executor = self.executor
         self.executor.peers = peers
-        peers.append(self.executor)
         self.unmanaged = Unmanaged(module, choice, backend, kernels["device"], RULES[config.optimizer.name])
         self.shape = self._shape()
         self._check_fit()
@@ -84,7 +85,13 @@ class Session:
         self._meter: Any = None
         self.micro = 0
         """Backward passes since the last update."""
-        self._take_over(choice)
+        weakref.finalize(self.executor, _release, self.store)
+        try:
+            self._take_over(choice)
+        except BaseException:
+            self._undo()
+            raise
+        peers.add(self.executor)
 
     # -- setting up -----------------------------------------------------------------------------------
 
@@ -136,6 +143,16 @@ class Session:
         self.unmanaged.take_over(choice)
         self.ledger.set_level("device", self.first_level())
 
+    def _undo(self) -> None:
+        """The take-over failed: the user's module is as it was."""
+        kernels = self.updates.kernels["host"]
+        self.interceptor.remove()
+        for member, parameter in enumerate(self.data.parameters):
+            if self.data.taken[member]:
+                value = self.data.load_value(member, kernels)
+                parameter.data = value.to(self.data.originals[member])
+        _release(self.store)
+
     def _first_home(self, index: int) -> str:
         """Before there is a plan: the host where it has room for all of the chunk's bytes, else the device."""
         shape = self.shape
@@ -168,6 +185,7 @@ class Session:
         """A training pass is about to run forward: find its plan, or the way to one."""
         self.reclaim()
         self.interceptor.watch_gradients()
+        self._notice_unfrozen()
         if self.executor.phase != "idle":
             return  # a second forward before one backward belongs to the same pass
         self._learn_pending()
@@ -180,6 +198,27 @@ class Session:
             self.executor.raise_level(self.first_level())
         self.updates.take_over = plan is not None and plan.take_over
         self.executor.begin(plan, self._recorder, offset)
+
+    def _notice_unfrozen(self) -> None:
+        """Chunks whose first parameter has come to require gradients get master, moments and gradient."""
+        data, updates = self.data, self.updates
+        woken = [
+            index
+            for index, members in enumerate(data.members)
+            if not data.trained[index] and any(data.parameters[m].requires_grad for m in members)
+        ]
+        for index in woken:
+            data.trained[index] = True
+            updates.add_chunk(index)
+            master = self.store.chunks.get(("master", index))
+            if master is not None:
+                values = [(m, data.load_value(m, updates.kernels["host"])) for m in data.members[index]]
+                self.executor.allocate(master, updates.homes[index])
+                for member, value in values:
+                    data.store_value(member, dense(value), updates.kernels["host"])
+        if woken:
+            self.shape = self._shape()
+            self.traces.replan(self.shape)
 
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update."""
@@ -321,8 +360,12 @@ class Session:
         self.interceptor.remove()
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)
-        for chunk in self.store.chunks.values():
-            chunk.pins = 0
-            self.store.free(chunk)
-        if self.executor in self.executor.peers:
-            self.executor.peers.remove(self.executor)
+        _release(self.store)
+        self.executor.peers.discard(self.executor)
+
+
+def _release(store: ChunkStore) -> None:
+    """All memory of a store goes back to its tiers."""
+    for chunk in store.chunks.values():
+        chunk.pins = 0
+        store.free(chunk)

@@ -13,7 +13,7 @@ from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError, ConfigError, nearest
 from ebbtide.memory.ledger import Ledger
-from ebbtide.run.model import SHORT_DTYPES, refuse_parameter
+from ebbtide.run.model import COMPUTE_DTYPES, refuse_parameter
 from ebbtide.units import format_size
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -46,9 +46,14 @@ def choose(module: nn.Module, config: Config) -> Choice:
     for name, parameter in named.items():
         refuse_parameter(name, parameter)
         by_hand = any(fnmatchcase(name, pattern) for pattern in config.unmanaged)
-        chunkable = parameter.dtype in SHORT_DTYPES and parameter.dtype != torch.float64 and parameter.numel()
+        chunkable = parameter.dtype in COMPUTE_DTYPES and parameter.numel() > 0
         (managed if chunkable and not by_hand and _is_dense(parameter) else unmanaged)[name] = parameter
     found = {p.dtype for p in named.values() if p.dtype.is_floating_point}
+    if not managed:
+        raise ConfigError(
+            f"the module has no parameter to manage, of {len(named)}: expected dense bfloat16, float16 or float32 "
+            "parameters that `unmanaged` does not claim"
+        )
     target = PRECISIONS[config.precision] if len(found) == 1 else None
     dtypes = {n: target if target and p.dtype.is_floating_point else p.dtype for n, p in named.items()}
     return Choice(managed, unmanaged, dtypes, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from ebbtide.plan.bound import least_traffic
 from ebbtide.plan.place import ModelShape, Plan, Settings, make_plan
 from ebbtide.record import Record
 
@@ -54,7 +55,12 @@ class Traces:
         """The highest tide that any known kind of input has."""
         return max((known.record.peak for known in self._known.values()), default=-1)
 
-    def replan(self, settings: Settings) -> None:
-        self.settings = settings
+    def least_traffic(self, record: Record) -> int:
+        """What no plan for this record could do without."""
+        return least_traffic(self.shape, record, self.settings)
+
+    def replan(self, shape: ModelShape) -> None:
+        """The model's chunks have changed: every plan is made again."""
+        self.shape = shape
         for known in self._known.values():
             known.plan = None

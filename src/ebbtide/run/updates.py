@@ -76,9 +76,10 @@ class Updates:
         """Declares the chunks of every kind that training needs; nothing is allocated."""
         for index, trained in enumerate(self.data.trained):
             if trained:
-                self._add(index)
+                self.add_chunk(index)
 
-    def _add(self, index: int) -> None:
+    def add_chunk(self, index: int) -> None:
+        """The kinds that a trained chunk has beside its parameters."""
         master = self.data.master_dtype(index)
         if master is not None:
             self.store.add("master", index, master)

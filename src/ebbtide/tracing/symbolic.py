@@ -7,7 +7,8 @@ fake kernel) says why, and the first iteration is cautious instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +128,15 @@ def trace_symbolically(
     meter = StorageMeter(storages.__contains__)
     recorder = Recorder(signature, meter, fixed, source="symbolic")
     observer = SymbolicObserver(recorder, storages)
-    with substituted(observer, fake), _hooked(fake, observer), mode, meter, torch.random.fork_rng(devices=[]):
+    hooks = _hooked(fake, observer)
+    with (
+        _unchanged(module),
+        substituted(observer, fake),
+        hooks,
+        mode,
+        meter,
+        torch.random.fork_rng(devices=[]),
+    ):
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
         meter.note((fake_args, fake_kwargs))
         out = module(*fake_args, **fake_kwargs)
@@ -136,6 +145,24 @@ def trace_symbolically(
             loss.backward()
         del out, loss
     return recorder.finish()
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Fake tensors must not stay behind: not in gradients of unmanaged parameters, nor where a forward keeps
+    something on its module."""
+    gradients = [(p, p.grad) for p in module.parameters()]
+    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for child, before, buffers in attributes:
+            child.__dict__.clear()
+            child.__dict__.update(before)
+            child._buffers.clear()
+            child._buffers.update(buffers)
 
 
 class _hooked:

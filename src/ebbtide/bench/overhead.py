@@ -1,0 +1,31 @@
+"""What management costs where nothing needs it: everything resident, against plain PyTorch, step by step."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from ebbtide.bench.steps import Ours, Plain, median_ratio, race, tokens
+
+
+def run(model: str = "gpt2-124m", batch: int = 2, seq: int = 256, repeats: int = 15) -> dict[str, Any]:
+    """`ratio` is ours over plain, the median over rounds in which both made one step."""
+    data = tokens(model, batch, seq)
+    ours = Ours(model, data, {"clip": None})
+    plain = Plain(model, data, ours.engine.device)
+    try:
+        seconds = race({"ours": ours.step, "plain": plain.step}, repeats)
+        stats = ours.engine.stats()
+    finally:
+        ours.close()
+    return {
+        "model": model,
+        "batch": batch,
+        "seq": seq,
+        "repeats": repeats,
+        "ratio": median_ratio(seconds["ours"], seconds["plain"]),
+        "ours_seconds": statistics.median(seconds["ours"]),
+        "plain_seconds": statistics.median(seconds["plain"]),
+        "moved_bytes": stats["moved_bytes"],
+        "peak_bytes": stats["peak_bytes"],
+    }

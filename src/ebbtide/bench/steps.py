@@ -1,0 +1,102 @@
+"""Training steps to compare: the engine's, and plain PyTorch's with bf16 parameters and fp32 masters."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.config import Config
+from ebbtide.engine import Engine, open_tiers
+from ebbtide.errors import ConfigError
+from ebbtide.models import build_model
+
+LR = 1e-4
+
+
+def tokens(model: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
+    """One batch of random tokens for a language model."""
+    _, spec = build_spec(model)
+    ids = torch.randint(0, spec.vocabulary, (batch, seq), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def build_spec(model: str) -> tuple[str, Any]:
+    from ebbtide.models import find_model
+
+    spec = find_model(model)
+    if spec.context is not None and spec.context < 1:
+        raise ConfigError(f"{model} takes no sequences; benchmark a language model")
+    return model, spec
+
+
+class Plain:
+    """bf16 parameters, fp32 masters, torch's fused AdamW: what one writes by hand."""
+
+    def __init__(self, model: str, batch: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        module, _ = build_model(model, 0)
+        self.module: nn.Module = module.to(device)
+        self.masters = [p.detach().clone().requires_grad_() for p in self.module.parameters()]
+        self.module.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=True)
+        self.batch = {key: value.to(device) for key, value in batch.items()}
+
+    def step(self) -> float:
+        loss = self.module(**self.batch).loss
+        loss.backward()
+        for master, parameter in zip(self.masters, self.module.parameters(), strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.module.parameters(), strict=True):
+                parameter.copy_(master)
+        return float(loss.detach())
+
+
+class Ours:
+    """The engine under a config."""
+
+    def __init__(self, model: str, batch: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        module, _ = build_model(model, 0)
+        settings = Config.read({"optimizer": {"lr": LR}, **config})
+        self.engine = Engine(module, settings, tiers=open_tiers(settings))
+        device = self.engine.device
+        self.batch = {key: value.to(device) for key, value in batch.items()}
+
+    def step(self) -> float:
+        loss = self.engine(**self.batch).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss.detach())
+
+    def close(self) -> None:
+        self.engine.close()
+        gc.collect()
+
+
+def race(jobs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of jobs that run in turn; the first rounds (traces, plans, first touch) do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for number in range(rounds + warm_up):
+        for name, job in jobs.items():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            job()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """The median of the ratios taken round by round."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,264 @@
+"""The command, called as a user calls it: flags in, exit status, one message or one line of JSON out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from ebbtide.cli.app import app, run
+
+TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
+FLAGS = """
+--model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
+--layout --chunk-size --placement --eviction --prefetch --updates --checkpoint-activations --device --device-memory
+--host-memory --ssd-memory --ssd-dir --config --out --json
+"""
+PROMISED = {
+    "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",
+    "peak_bytes", "moved_bytes", "bound_seconds", "achieved_over_bound", "params", "budget_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"the moon lifts the sea for the {n}th time\n" for n in range(500)))
+    return str(path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A model's config file, small enough for runs that are not about the model."""
+    path = tmp_path / "small.json"
+    fields = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 256,
+        "n_positions": 64,
+    }
+    path.write_text(json.dumps(fields | {"bos_token_id": None, "eos_token_id": None}))
+    return str(path)
+
+
+class Command:
+    """`ebbtide train` with short steps on a short text, in this process."""
+
+    def __init__(self, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+        self._text, self._capfd = text, capfd
+
+    def __call__(self, *flags: str) -> tuple[int, str, str]:
+        self._capfd.readouterr()
+        status = run(["train", "--data", self._text, "--steps", "2", "--batch", "1", "--seq", "16", *flags])
+        captured = self._capfd.readouterr()
+        return status, captured.out, captured.err
+
+    def json(self, *flags: str) -> dict[str, Any]:
+        status, out, err = self("--json", *flags)
+        assert status == 0, err
+        assert len(out.splitlines()) == 1
+        return json.loads(out)
+
+
+@pytest.fixture
+def train(text: str, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(text, capfd)
+
+
+def test_flags_are_frozen() -> None:
+    """A flag is a promise: adding or removing one is a change of this list, of the docs and the changelog."""
+    command = get_command(app).commands["train"]  # type: ignore[attr-defined]
+    assert [option for parameter in command.params for option in parameter.opts] == FLAGS.split()
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_every_tiny_preset_trains(train: Command, model: str) -> None:
+    result = train.json("--model", model)
+    assert result["steps"] == len(result["losses"]) == 2
+    assert result.keys() >= PROMISED
+    assert 4.5e6 < result["params"] < 5.7e6
+    assert result["tokens_per_second"] > 0 and result["tflops"] > 0
+    assert result["peak_bytes"]["device"] <= result["budget_bytes"]["device"]
+
+
+def test_same_weights_within_any_budget(train: Command) -> None:
+    runs = [
+        train.json("--steps", "3"),
+        train.json("--steps", "3", "--device-memory", "24MB"),
+        train.json("--steps", "3", "--device-memory", "40MB", "--layout", "page", "--chunk-size", "1MiB"),
+        train.json("--steps", "3", "--device-memory", "24MB", "--layout", "tensor", "--prefetch", "off"),
+        train.json("--steps", "3", "--device-memory", "24MB", "--placement", "host", "--eviction", "lru"),
+    ]
+    assert len({result["weights_sha256"] for result in runs}) == 1
+    assert all(result["losses"] == runs[0]["losses"] for result in runs)
+    assert runs[0]["moved_bytes"]["host_to_device"] == 0
+    for result in runs[1:]:
+        assert result["moved_bytes"]["host_to_device"] > 0
+        assert result["peak_bytes"]["device"] <= result["budget_bytes"]["device"] <= 40e6
+
+
+def test_seed_decides_weights_and_batches(train: Command, small: str) -> None:
+    runs = [train.json("--model", small, "--seed", seed) for seed in ("1", "1", "2")]
+    hashes = [result["weights_sha256"] for result in runs]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_evaluation_does_not_change_training(train: Command, small: str) -> None:
+    plain = train.json("--model", small, "--steps", "3")
+    evaluated = train.json("--model", small, "--steps", "3", "--eval-every", "2")
+    assert "valid_loss" not in plain
+    assert 4 < evaluated["valid_loss"] < 6
+    assert evaluated["weights_sha256"] == plain["weights_sha256"]
+
+
+def test_checkpointing_takes_less_and_says_the_same(train: Command, small: str) -> None:
+    flags = ("--model", small, "--batch", "4", "--seq", "64", "--precision", "fp32")
+    plain, checkpointed = train.json(*flags), train.json(*flags, "--checkpoint-activations")
+    assert checkpointed["losses"] == plain["losses"]
+
+
+def test_config_file_and_flags_that_override_it(train: Command, small: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('precision = "fp32"\naccumulate = 2\n[optimizer]\nlr = 3e-3\n')
+    from_file = train.json("--model", small, "--config", str(file))
+    by_flags = train.json("--model", small, "--precision", "fp32", "--accumulate", "2", "--lr", "3e-3")
+    overridden = train.json("--model", small, "--config", str(file), "--lr", "0")
+    assert from_file["weights_sha256"] == by_flags["weights_sha256"] != overridden["weights_sha256"]
+    assert overridden["losses"][0] == from_file["losses"][0]
+
+
+def test_schedules(train: Command, small: str, tmp_path: Path) -> None:
+    rates = {}
+    for schedule in ("constant", "linear", "cosine"):
+        flags = ("--schedule", schedule, "--lr", "0.01", "--steps", "4", "--out", str(tmp_path / schedule))
+        train.json("--model", small, *flags)
+        lines = (tmp_path / schedule / "metrics.jsonl").read_text().splitlines()
+        rates[schedule] = [json.loads(line)["lr"] for line in lines]
+    assert rates["constant"] == [0.01] * 4
+    assert rates["linear"] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert rates["cosine"] == pytest.approx([0.01, 0.0085355, 0.005, 0.0014645], rel=1e-3)
+
+
+@pytest.mark.parametrize("model", ["small", "t5-tiny", "bert-tiny"])
+def test_out_is_a_model_to_start_from(train: Command, small: str, tmp_path: Path, model: str) -> None:
+    out = tmp_path / "out"
+    flags = ("--model", small if model == "small" else model, "--clip", "1.0")
+    first = train.json(*flags, "--out", str(out))
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in metrics] == first["losses"]
+    assert all(line["grad_norm"] > 0 for line in metrics)
+    again = train.json("--model", str(out), "--lr", "0", "--seed", "8")
+    assert again["weights_sha256"] == first["weights_sha256"]
+
+
+def test_a_person_gets_tables(train: Command, small: str) -> None:
+    status, out, err = train("--model", small)
+    assert status == 0
+    assert "weights_sha256" in out and "step 2/2" in err
+
+
+BAD = {
+    "unknown flag": (["--stpes", "3"], ["--stpes", "did you mean '--steps'?"]),
+    "not a number": (["--steps", "many"], ["--steps", "'many'"]),
+    "unknown preset": (["--model", "gpt-tiny"], ["'gpt-tiny'", "did you mean 'gpt2-tiny'?"]),
+    "no such model": (["--model", "nowhere/config.json"], ["nowhere/config.json"]),
+    "model without a model": (["--model", "{text}"], ["text.txt", "model's config.json"]),
+    "steps": (["--steps", "0"], ["--steps", "at least 1", "found 0"]),
+    "batch": (["--batch", "0"], ["--batch", "at least 1", "found 0"]),
+    "seq too short": (["--seq", "1"], ["--seq", "at least 2", "found 1"]),
+    "seq too long": (["--seq", "2000"], ["--seq", "2000", "context of gpt2-tiny, 1024"]),
+    "accumulate": (["--accumulate", "0"], ["--accumulate", "found 0"]),
+    "eval-every": (["--eval-every", "-1"], ["--eval-every", "found -1"]),
+    "lr": (["--lr", "-1"], ["--lr", "found -1.0"]),
+    "clip": (["--clip", "0"], ["--clip", "found 0.0"]),
+    "schedule": (["--schedule", "cosin"], ["--schedule", "did you mean 'cosine'?"]),
+    "prefetch": (["--prefetch", "of"], ["--prefetch", "'of'", "did you mean 'off'?"]),
+    "precision": (["--precision", "bf61"], ["--precision", "'bf61'", "did you mean 'bf16'?"]),
+    "master": (["--master", "splitt"], ["--master", "did you mean 'split'?"]),
+    "fp16 and split": (["--precision", "fp16", "--master", "split"], ["--master", "fp16"]),
+    "layout": (["--layout", "pages"], ["--layout", "did you mean 'page'?"]),
+    "chunk size": (["--chunk-size", "4Mb"], ["--chunk-size", "'4Mb'", "did you mean '4MB'?"]),
+    "placement": (["--placement", "hosts"], ["--placement", "did you mean 'host'?"]),
+    "eviction": (["--eviction", "lur"], ["--eviction", "did you mean 'lru'?"]),
+    "updates": (["--updates", "exakt"], ["--updates", "did you mean 'exact'?"]),
+    "clip in backward": (["--updates", "in-backward", "--clip", "1"], ["--clip", "in-backward"]),
+    "device": (["--device", "cpuu"], ["--device", "did you mean 'cpu'?"]),
+    "device memory": (["--device-memory", "24 giga"], ["--device-memory", "'24 giga'"]),
+    "budget too small": (["--device-memory", "2MB"], ["device", "short by", "raise device.memory"]),
+    "host too small": (["--device-memory", "24MB", "--host-memory", "1MB"], ["host", "short by"]),
+    "no data": (["--data", "nowhere.txt"], ["--data", "nowhere.txt"]),
+    "empty data": (["--data", "{empty}"], ["--data", "no text"]),
+    "binary data": (["--data", "{binary}"], ["--data", "not a text file"]),
+    "short data": (["--data", "{short}"], ["the data has 5 bytes; one sequence needs 16"]),
+    "no config": (["--config", "nowhere.toml"], ["nowhere.toml"]),
+    "misspelt setting": (["--config", "{config}"], ["precison", "did you mean 'precision'?"]),
+    "out is a file": (["--out", "{text}"], ["text.txt"]),
+    "loss not finite": (["--lr", "1e30", "--steps", "4"], ["step 2", "the loss is"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(train: Command, text: str, tmp_path: Path, case: str) -> None:
+    files = {"empty": b"", "binary": b"\0\1\2" * 100, "short": b"hello", "config": b'precison = "bf16"\n'}
+    paths = {"text": text}
+    for name, content in files.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_bytes(content)
+        paths[name] = str(path)
+    flags, fragments = BAD[case]
+    status, out, err = train("--json", *(flag.format(**paths) for flag in flags))
+    assert (status, out) == (2, "")
+    assert "Traceback" not in err
+    assert [fragment for fragment in fragments if fragment not in err] == []
+    assert len(err.splitlines()) == 1
+
+
+def test_after_a_refusal_the_process_goes_on(train: Command, small: str) -> None:
+    assert train("--model", small, "--device-memory", "10kB")[0] == 2
+    assert train("--model", small, "--device-memory", "20MB")[0] == 0
+
+
+def test_commands(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert run(["bench", "--help"]) == 0
+    assert run(["trian"]) == 2
+    assert "did you mean 'train'?" in capfd.readouterr().err.lower()
+    assert run(["bench", "offload", "--repeats", "0"]) == 2
+    assert "--repeats" in capfd.readouterr().err
+
+
+def _process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_as_a_process() -> None:
+    done = _process("-m", "ebbtide", "train", "--modle", "gpt2-tiny")
+    assert done.returncode == 2
+    assert done.stdout == "" and "--modle; did you mean '--model'?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_openmp_is_set_before_torch_is_loaded() -> None:
+    program = """
+import os, sys
+sys.argv = ["ebbtide", "--help"]
+from ebbtide.__main__ import main
+assert "OMP_WAIT_POLICY" not in os.environ
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules, "torch was loaded before the environment was set"
+assert os.environ["OMP_WAIT_POLICY"] == "passive"
+"""
+    done = _process("-c", program)
+    assert done.returncode == 0, done.stderr
