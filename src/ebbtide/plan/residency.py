@@ -63,6 +63,8 @@ class Residency:
     short: int = 0
     """Bytes by which the worst moment's pinned chunks pass the room; 0 where everything fits."""
     short_moment: int = -1
+    steady: bool = False
+    """The iteration ends as it began, so that its moves can be repeated for ever."""
 
     @property
     def traffic(self) -> int:
@@ -80,9 +82,9 @@ class _Item:
     """When it last left the device, or when its newer copy appears: no fetch before."""
 
 
-def replay(timeline: Timeline, policy: str, cycles: int = 3) -> Residency:
-    """The moves of one steady iteration: of `cycles` replayed, the last but one (its moments count from
-    the start of that iteration; a fetch may be triggered before it)."""
+def replay(timeline: Timeline, policy: str, cycles: int = 6) -> Residency:
+    """The moves of one steady iteration: the first that ends as it began, or the last of `cycles`. Its moments
+    count from its own start; a fetch's earliest moment may lie before it."""
     return _Replay(timeline, policy, cycles).run()
 
 
@@ -104,14 +106,25 @@ class _Replay:
             self.firsts[use.item].append(use.first)
 
     def run(self) -> Residency:
-        moves: list[Move] = []
-        occupied: list[int] = []
+        carried: list[Move] = []
         for cycle in range(self.cycles):
+            before = self._standing()
+            moves, occupied = carried, []
+            start = cycle * self.length
             for moment in range(self.length):
-                self._step(cycle * self.length + moment, moment, moves)
+                self._step(start + moment, moment, moves)
                 occupied.append(self.occupied)
-                self._finish(cycle * self.length + moment, moment, moves)
-        return self._cut(moves, occupied)
+                self._finish(start + moment, moment, moves)
+            # A spill after the last moment belongs to the next iteration's first.
+            carried = [move for move in moves if move.moment >= start + self.length]
+            self.result.steady = cycle > 0 and self._standing() == before
+            if self.result.steady or cycle == self.cycles - 1:
+                self._cut(moves, start, occupied)
+                break
+        return self.result
+
+    def _standing(self) -> list[tuple[bool, bool, bool]]:
+        return [(item.resident, item.dirty, item.stale) for item in self.items]
 
     def _step(self, now: int, moment: int, moves: list[Move]) -> None:
         arriving: dict[int, Use] = {}
@@ -190,20 +203,21 @@ class _Replay:
             item.stale = use.after == STALE
             item.left = now - moment + use.fresh if use.fresh else now + 1
 
-    def _cut(self, moves: list[Move], occupied: list[int]) -> Residency:
-        start = (self.cycles - 2) * self.length
+    def _cut(self, moves: list[Move], start: int, occupied: list[int]) -> None:
+        """The result: one iteration's moves, counted from its start. What the end carries over stands for what
+        the iteration before carried into this one."""
+        result = self.result
         for move in moves:
             if not start <= move.moment < start + self.length:
                 continue
-            self.result.moves.append(
+            result.moves.append(
                 Move(move.moment - start, move.earliest - start, move.item, move.fetch, move.traffic)
             )
             if move.fetch:
-                self.result.to_device += move.traffic
+                result.to_device += move.traffic
             else:
-                self.result.to_host += move.traffic
-        self.result.occupied = occupied[start : start + self.length]
-        return self.result
+                result.to_host += move.traffic
+        result.occupied = occupied
 
 
 def next_use(firsts: Sequence[int], moment: int, length: int) -> int:

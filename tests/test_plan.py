@@ -1,0 +1,148 @@
+"""The planner's promises: traffic against the brute-force optimum, no budget passed, states and their history."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ebbtide.errors import StateError
+from ebbtide.plan.place import SCALARS, ModelShape, Settings, make_plan
+from ebbtide.plan.residency import Timeline, Use, replay
+from ebbtide.plan.schedule import advance, on_demand
+from ebbtide.plan.states import RunStates, State
+from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Access, Arrival, Moment, Record, event
+
+
+def optimum(line: Timeline) -> int:
+    """The least traffic of one pass from an empty device, over every choice of what to evict when."""
+    count = len(line.sizes)
+    states: dict[tuple[frozenset[int], frozenset[int]], int] = {(frozenset(), frozenset()): 0}
+    for moment, room in enumerate(line.rooms):
+        needed = {u.item for u in line.uses if u.first <= moment <= u.last}
+        writes = {u.item for u in line.uses if u.first == moment and u.writes}
+        after: dict[tuple[frozenset[int], frozenset[int]], int] = {}
+        for (resident, dirty), cost in states.items():
+            loose = sorted(resident - needed)
+            for picks in range(len(loose) + 1):
+                for gone in itertools.combinations(loose, picks):
+                    kept = resident - set(gone) | needed
+                    if sum(line.sizes[i] for i in kept) > room:
+                        continue
+                    paid = cost + sum(line.sizes[i] for i in gone if i in dirty)
+                    paid += sum(line.sizes[i] for i in needed - resident)
+                    key = (frozenset(kept), frozenset((dirty - set(gone)) | writes))
+                    after[key] = min(after.get(key, paid), paid)
+        states = after
+        assert states, (count, moment)
+    return min(states.values())
+
+
+@st.composite
+def timelines(draw: st.DrawFn, equal: bool, clean: bool) -> Timeline:
+    count = draw(st.integers(2, 5))
+    length = draw(st.integers(2, 9))
+    sizes = tuple(4 if equal else draw(st.integers(1, 8)) for _ in range(count))
+    uses = []
+    for moment in range(length):
+        for item in draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2)):
+            uses.append(Use(item, moment, moment, writes=not clean and draw(st.booleans())))
+    rooms = []
+    for moment in range(length):
+        least = sum(sizes[u.item] for u in uses if u.first == moment)
+        rooms.append(draw(st.integers(least, sum(sizes) + 2)))
+    return Timeline(tuple(rooms), sizes, tuple(uses))
+
+
+@settings(max_examples=300, deadline=None)
+@given(timelines(equal=True, clean=True))
+def test_equal_clean_chunks_move_as_little_as_possible(line: Timeline) -> None:
+    done = replay(line, "farthest-next-use", cycles=1)
+    assert done.short <= 0
+    assert done.traffic == optimum(line)
+
+
+@settings(max_examples=300, deadline=None)
+@given(timelines(equal=False, clean=False))
+def test_unequal_dirty_chunks_stay_near_the_optimum(line: Timeline) -> None:
+    done = replay(line, "farthest-next-use", cycles=1)
+    assert done.short <= 0
+    assert done.traffic <= 1.5 * optimum(line)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    timelines(equal=False, clean=False),
+    st.sampled_from(["farthest-next-use", "lru", "list-order"]),
+    st.booleans(),
+)
+def test_no_schedule_passes_a_room(line: Timeline, policy: str, early: bool) -> None:
+    """Walks the triggers of a steady iteration around twice: what is used is there, and the room is kept."""
+    done = replay(line, policy)
+    assume(done.steady)
+    triggers = advance(done, line.rooms, line.sizes) if early else on_demand(done)
+    resident: set[int] = set()
+    for around, (moment, room) in itertools.product(range(3), enumerate(line.rooms)):
+        for trigger in sorted((t for t in triggers if t.moment == moment), key=lambda t: t.fetch):
+            (resident.add if trigger.fetch else resident.discard)(trigger.item)
+        if around == 0:
+            continue  # the first time the state is not yet the steady one
+        if around == 1:
+            resident |= {u.item for u in line.uses if u.first == moment}
+        used = {u.item for u in line.uses if u.first <= moment <= u.last}
+        if around == 2:
+            assert used <= resident, (moment, used, resident)
+            assert sum(line.sizes[i] for i in resident) <= room, (moment, resident)
+
+
+def small_record(layers: int, peak: int) -> Record:
+    """Forward and backward over `layers` runs, with a tide that is highest in the middle."""
+    moments, accesses, arrivals = [], [], []
+    for run in range(layers):
+        accesses.append(Access(run, len(moments), len(moments), FORWARD))
+        moments.append(Moment(event(FORWARD, run), peak * (run + 1) // layers))
+    for run in reversed(range(layers)):
+        accesses.append(Access(run, len(moments), len(moments), BACKWARD))
+        moments.append(Moment(event(BACKWARD, run), peak * (run + 1) // layers))
+        arrivals.append(Arrival(run, len(moments)))
+        moments.append(Moment(event(GRADIENT, run), peak * run // layers))
+    return Record("test", tuple(moments), tuple(accesses), tuple(arrivals))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 8), st.integers(0, 50_000), st.integers(1, 100), st.integers(0, 100))
+def test_more_memory_never_moves_more(layers: int, peak: int, share: int, more: int) -> None:
+    size = 1000
+    shape = ModelShape(
+        tuple((i,) for i in range(layers)),
+        tuple(range(layers)),
+        (2 * size,) * layers,
+        (2 * size,) * layers,
+        (10 * size,) * layers,
+    )
+    record = small_record(layers, peak)
+    least = peak + SCALARS + 6000 + 14 * size * layers * share // 100
+    plans = [
+        make_plan(shape, record, Settings(budget, 10**9))
+        for budget in (least, least + 14 * size * layers * more // 100)
+    ]
+    assert plans[1].traffic <= plans[0].traffic
+    resident = make_plan(shape, record, Settings(peak + SCALARS + 14 * size * layers, 0))
+    assert resident.traffic == 0 and set(resident.homes) == {"device"}
+
+
+def test_an_illegal_transition_prints_the_history() -> None:
+    states = RunStates(["first", "second.weight"])
+    assert states.access(1)
+    assert not states.access(1)
+    assert not states.release(1, State.HOLD_AFTER_FWD)
+    assert states.release(1, State.HOLD_AFTER_FWD)
+    with pytest.raises(StateError, match=r"second\.weight: HOLD_AFTER_FWD cannot become FREE") as caught:
+        states.set(1, State.FREE)
+    assert caught.value.history == ("moment 0: HOLD -> COMPUTE", "moment 0: COMPUTE -> HOLD_AFTER_FWD")
+    with pytest.raises(StateError, match="first is released but not in use"):
+        states.release(0, State.HOLD)
+    states.settle()
+    assert states.state(1) is State.HOLD
