@@ -1,7 +1,20 @@
 """Train transformer models larger than GPU memory, with the same numbers as if everything had fitted."""
 
+from typing import TYPE_CHECKING, Any
+
 from ebbtide.config import Config
-from ebbtide.engine import Engine, StepResult, initialize
+
+if TYPE_CHECKING:
+    from ebbtide.engine import Engine, StepResult, initialize
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Engine", "StepResult", "__version__", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads torch when it is first needed: the command must set OpenMP up before, and help needs none."""
+    if name in ("Engine", "StepResult", "initialize"):
+        from ebbtide import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

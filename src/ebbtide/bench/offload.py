@@ -12,6 +12,9 @@ from typing import Any
 from ebbtide.bench.steps import Ours, median_ratio, race, tokens
 from ebbtide.errors import BudgetError
 
+WARM_UP = 3
+"""Steps that are imagined, traced and planned before any counts."""
+
 OTHERS: dict[str, dict[str, Any]] = {
     "placement=host": {"placement": "host"},
     "placement=static": {"placement": "static"},
@@ -28,88 +31,67 @@ def run(
     repeats: int = 7,
     shares: tuple[int, ...] = (2, 4, 8),
 ) -> dict[str, Any]:
+    """One row a budget; every config makes its steps in turn with a resident engine that has its own memory."""
     data = tokens(model, batch, seq)
     resident = Ours(model, data, {"clip": 1.0})
-    for _ in range(3):
-        resident.step()
-    facts = resident.engine.stats()
-    peak = facts["non_model_peak"]
-    model_data = sum(facts["tags"]["device"].values())
-    budgets = {share: peak + model_data // share for share in shares}
-    resident.close()
-    rows = []
-    for share, budget in budgets.items():
-        rows.append(_row(model, data, share, budget, repeats))
+    try:
+        for _ in range(WARM_UP):
+            resident.step()
+        facts = resident.engine.stats()
+        peak, model_data = facts["non_model_peak"], sum(facts["tags"]["device"].values())
+        rows = [_row(model, data, share, peak + model_data // share, repeats, resident) for share in shares]
+    finally:
+        resident.close()
     return {
         "model": model,
         "batch": batch,
         "seq": seq,
+        "repeats": repeats,
         "non_model_peak": peak,
         "model_data_bytes": model_data,
         "rows": rows,
     }
 
 
-def _row(model: str, data: Any, share: int, budget: int, repeats: int) -> dict[str, Any]:
+def _row(model: str, data: Any, share: int, budget: int, repeats: int, resident: Ours) -> dict[str, Any]:
     config = {"clip": 1.0, "device": {"memory": budget}}
-    row: dict[str, Any] = {"share": f"1/{share}", "budget_bytes": budget}
-    with _Pair(model, data, config) as pair:
-        seconds = race({"budget": pair.budget.step, "resident": pair.resident.step}, repeats)
-        before = pair.budget.engine.stats()
-        pair.budget.step()
-        after = pair.budget.engine.stats()
-    row["ratio"] = median_ratio(seconds["budget"], seconds["resident"])
-    row["step_seconds"] = statistics.median(seconds["budget"])
-    row["resident_seconds"] = statistics.median(seconds["resident"])
-    row |= _moved(before, after)
-    row["minimum_bytes"] = after["minimum_traffic"]
-    row["over_minimum"] = row["moved_bytes"] / after["minimum_traffic"] if after["minimum_traffic"] else None
+    row = {"share": f"1/{share}", "budget_bytes": budget, **_measure(model, data, config, repeats, resident)}
     for name, change in OTHERS.items():
-        row[name] = _other(model, data, config | change, repeats)
+        try:
+            row[name] = _measure(model, data, config | change, max(1, repeats // 3), resident)
+        except BudgetError as error:
+            row[name] = {"refused": str(error)}
     return row
 
 
-def _other(model: str, data: Any, config: dict[str, Any], repeats: int) -> dict[str, Any]:
+def _measure(model: str, data: Any, config: dict[str, Any], repeats: int, resident: Ours) -> dict[str, Any]:
+    budget = Ours(model, data, config)
     try:
-        with _Pair(model, data, config) as pair:
-            seconds = race({"budget": pair.budget.step, "resident": pair.resident.step}, max(2, repeats // 2))
-            before = pair.budget.engine.stats()
-            pair.budget.step()
-            after = pair.budget.engine.stats()
-    except BudgetError as error:
-        return {"refused": str(error)}
-    return {"ratio": median_ratio(seconds["budget"], seconds["resident"]), **_moved(before, after)}
-
-
-def _moved(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    links = {link: after["moved_bytes"][link] - before["moved_bytes"][link] for link in after["moved_bytes"]}
-    stalls = {
-        link: after["stall_seconds"][link] - before["stall_seconds"][link] for link in after["stall_seconds"]
-    }
+        for _ in range(WARM_UP):
+            budget.step()
+        before = budget.engine.stats()
+        seconds = race({"budget": budget.step, "resident": resident.step}, repeats, warm_up=0)
+        after = budget.engine.stats()
+    finally:
+        budget.close()
+    links = {link: _change(before, after, "moved_bytes", link) // repeats for link in after["moved_bytes"]}
+    moved = sum(links.values())
     return {
-        "moved_bytes": sum(links.values()),
+        "ratio": median_ratio(seconds["budget"], seconds["resident"]),
+        "step_seconds": statistics.median(seconds["budget"]),
+        "resident_seconds": statistics.median(seconds["resident"]),
+        "moved_bytes": moved,
         "moved_by_link": links,
-        "evictions": after["evictions"] - before["evictions"],
-        "stall_seconds": stalls,
+        "minimum_bytes": after["minimum_traffic"],
+        "over_minimum": moved / after["minimum_traffic"] if after["minimum_traffic"] else None,
+        "evictions": (after["evictions"] - before["evictions"]) // repeats,
+        "stall_seconds": {
+            k: _change(before, after, "stall_seconds", k) / repeats for k in after["stall_seconds"]
+        },
+        "device_state_chunks": after["device_state_chunks"],
+        "chunks": after["chunks"],
     }
 
 
-class _Pair:
-    """A budgeted engine and a resident one, each with tiers of its own."""
-
-    def __init__(self, model: str, data: Any, config: dict[str, Any]) -> None:
-        self._arguments = (model, data, config)
-
-    def __enter__(self) -> _Pair:
-        model, data, config = self._arguments
-        self.budget = Ours(model, data, config)
-        try:
-            self.resident = Ours(model, data, {"clip": 1.0})
-        except BaseException:
-            self.budget.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.budget.close()
-        self.resident.close()
+def _change(before: dict[str, Any], after: dict[str, Any], field: str, link: str) -> Any:
+    return after[field][link] - before[field][link]

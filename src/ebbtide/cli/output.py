@@ -34,7 +34,7 @@ def with_progress(training: Training, quiet: bool) -> Iterator[Step]:
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=10),
         TextColumn("{task.fields[facts]}"),
         TimeRemainingColumn(),
     )
@@ -68,6 +68,8 @@ def print_result(result: Mapping[str, Any]) -> None:
     """Any command's dict: its scalars as a table, each list of rows as a table of its own."""
     console = Console()
     facts = Table(show_header=False, box=None)
+    facts.add_column()
+    facts.add_column(overflow="fold")
     tables = []
     for key, value in result.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -89,7 +89,7 @@ def load() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(find() or build()))
     except (BuildError, OSError) as error:
         warnings.warn(
-            f"ebbtide updates parameters through plain torch, about twice as slow: {error}\n"
+            f"ebbtide updates parameters through plain torch, about ten times as slow: {error}\n"
             "Install a C++ compiler and run `python -m ebbtide.kernels.build`.",
             RuntimeWarning,
             stacklevel=3,

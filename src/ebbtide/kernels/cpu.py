@@ -25,7 +25,7 @@ from ebbtide.kernels.base import (
 from ebbtide.kernels.fallback import FallbackKernels, deliver
 from ebbtide.kernels.rule import Rule
 
-SHORT, SHORT_BYTES = 1 << 16, 1 << 20
+SHORT, SHORT_BYTES = 1 << 17, 1 << 21
 """Up to this, waking a helper costs more than it saves."""
 
 Function = Callable[..., None]

@@ -20,8 +20,8 @@ from ebbtide.kernels.base import (
 )
 from ebbtide.kernels.rule import Rule
 
-STRIDE = 256 * BLOCK
-"""Elements taken at a time."""
+STRIDE = 64 * BLOCK
+"""Elements taken at a time. Temporaries four times as large are handed back to the system at every operation."""
 
 
 class FallbackKernels:

@@ -24,8 +24,8 @@ Ki, Mi = 1024, 1024 * 1024
 SMALLEST = 64 * Ki
 TARGET = 32 * Mi
 LARGEST = 128 * Mi
-CHUNKS_WANTED = 16
-"""Of a model too small for chunks of the target size: fewer would leave little to place."""
+CHUNKS_WANTED = 64
+"""Of a model too small for chunks of the target size: with fewer, what fits the room is too far from the room."""
 WASTE_ACCEPTED = 0.03
 WASTE_BORNE = 0.06
 """Above this, smaller chunks than the range foresees are better than the padding."""
@@ -52,7 +52,7 @@ class Search:
 
 
 def search_chunk_size(specs: Sequence[TensorSpec]) -> Search:
-    """The chunk size in elements, near 32 Mi or a sixteenth of the model, whichever is less."""
+    """The chunk size in elements, near 32 Mi or a sixty-fourth of the model, whichever is less."""
     sequences: dict[str, list[int]] = {}
     for spec in specs:
         sequences.setdefault(spec.dtype, []).append(round_up(spec.numel, ALIGNMENT))

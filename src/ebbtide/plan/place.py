@@ -74,30 +74,75 @@ class Plan:
 
 def make_plan(shape: ModelShape, record: Record, settings: Settings) -> Plan:
     """The plan with the least traffic among candidates of how many chunks' state the device holds."""
-    trained = [i for i, count in enumerate(shape.state_bytes) if count]
-    counts = _candidates(len(trained), settings.placement)
-    best: tuple[tuple[int, int], Plan] | None = None
-    worst: Plan | None = None
-    for count in counts:
-        plan = _plan_with(shape, record, settings, frozenset(trained[:count]))
+    search = _Search(shape, record, settings)
+    total = sum(shape.state_bytes)
+    if settings.placement != "auto":
+        search.try_bytes(0)
+    else:
+        search.try_bytes(total)
+        if not (search.best and search.best.traffic == 0):
+            for step in range(CANDIDATES):
+                search.try_bytes(total * step // CANDIDATES)
+            search.refine(total // CANDIDATES)
+    if search.best is None:
+        raise _refusal(shape, record, settings, search.nearest)
+    return search.best
+
+
+CANDIDATES = 16
+REFINEMENTS = 6
+
+
+class _Search:
+    """Tries how many bytes of optimizer state the device is to hold; remembers the plan with the least traffic."""
+
+    def __init__(self, shape: ModelShape, record: Record, settings: Settings) -> None:
+        self.shape, self.record, self.settings = shape, record, settings
+        self.best: Plan | None = None
+        self.best_bytes = 0
+        self.nearest: Plan | None = None
+        """The plan that came closest to fitting, for the refusal."""
+        self._tried: set[frozenset[int]] = set()
+
+    def try_bytes(self, count: int) -> bool:
+        """Whether a plan whose state chunks take up to `count` bytes is the best so far."""
+        homes = self._fill(count)
+        if homes in self._tried:
+            return False
+        self._tried.add(homes)
+        plan = _plan_with(self.shape, self.record, self.settings, homes)
         if plan is None:
-            continue
+            return False
         if plan.residency.short:
-            worst = plan if worst is None or plan.residency.short < worst.residency.short else worst
-            continue
-        key = (plan.traffic, -count)
-        if best is None or key < best[0]:
-            best = (key, plan)
-    if best is None:
-        raise _refusal(shape, record, settings, worst)
-    return best[1]
+            if self.nearest is None or plan.residency.short < self.nearest.residency.short:
+                self.nearest = plan
+            return False
+        if self.best is not None and (plan.traffic, -plan.static_bytes) >= (
+            self.best.traffic,
+            -self.best.static_bytes,
+        ):
+            return False
+        self.best, self.best_bytes = plan, count
+        return True
 
+    def refine(self, step: int) -> None:
+        """Halving steps around the best."""
+        for _ in range(REFINEMENTS):
+            step //= 2
+            if not step:
+                return
+            base = self.best_bytes
+            if not self.try_bytes(base + step):
+                self.try_bytes(max(0, base - step))
 
-def _candidates(trained: int, placement: str) -> list[int]:
-    if placement in ("host", "static"):
-        return [0]
-    step = max(1, trained // 32)
-    return sorted({0, trained, *range(0, trained, step)})
+    def _fill(self, count: int) -> frozenset[int]:
+        """The chunks that fit, in the model's order; what is too large is passed over."""
+        chosen = []
+        for index, size in enumerate(self.shape.state_bytes):
+            if size and size <= count:
+                count -= size
+                chosen.append(index)
+        return frozenset(chosen)
 
 
 def host_bytes(shape: ModelShape, device_homes: frozenset[int], keep_host: bool) -> int:
