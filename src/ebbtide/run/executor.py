@@ -238,10 +238,10 @@ class Executor:
                 self.states.release(run, State.HOLD)
                 raise
 
-    def _release(self, run: int, target: State, early: bool = False) -> None:
+    def _release(self, run: int, target: State) -> None:
         if self.states.release(run, target):
             if self.recorder is not None:
-                self.recorder.end(run, early)
+                self.recorder.end(run)
             for index in self.data.run_chunks[run]:
                 self.data.parameter_chunk(index).pins -= 1
 
@@ -253,7 +253,7 @@ class Executor:
             if not everything and any(self._seen(chunk) for chunk in chunks):
                 still.append(run)
             else:
-                self._release(run, State.HOLD_AFTER_BWD, early=True)
+                self._release(run, State.HOLD_AFTER_BWD)
         self._reversing = still
 
     def _seen(self, chunk: Chunk) -> bool:

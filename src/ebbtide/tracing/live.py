@@ -45,14 +45,12 @@ class Recorder:
     def begin(self, run: int, phase: int) -> None:
         self._open[run] = (self.index, phase)
 
-    def end(self, run: int, early: bool = False) -> None:
-        """`early`: the moment that has just begun does not need the run any more."""
+    def end(self, run: int) -> None:
+        """The run is no longer in use; the moment that runs now was the last."""
         opened = self._open.pop(run, None)
         if opened is not None:
             first, phase = opened
-            self._accesses.append(
-                Access(run, first, max(first, self.index - 1 if early else self.index), phase)
-            )
+            self._accesses.append(Access(run, first, max(first, self.index), phase))
 
     def arrival(self, parameter: int) -> None:
         self._arrivals.append(Arrival(parameter, self.index))

@@ -24,35 +24,49 @@ from ebbtide.tracing.meter import StorageMeter
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _Weight:
+    """A fake weight, and how many tensors share its storage when nobody uses it."""
+
     run: int
-    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    flat: torch.Tensor
+    aliases: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    weight: _Weight
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 class SymbolicObserver:
     """Writes what it is told into a recorder; fake weights are everywhere at once."""
 
-    def __init__(self, recorder: Recorder, run_of_storage: Mapping[int, int]) -> None:
+    def __init__(self, recorder: Recorder, weights: Mapping[int, _Weight]) -> None:
+        """`weights` by the address of their storage's object."""
         self._recorder = recorder
-        self._run_of_storage = run_of_storage
+        self._weights = weights
         self._count: dict[int, int] = {}
-        self._reversing: list[int] = []
+        self._reversing: dict[int, _Weight] = {}
 
     def _begin(self, run: int, phase: int) -> None:
         self._count[run] = self._count.get(run, 0) + 1
         if self._count[run] == 1:
             self._recorder.begin(run, phase)
 
-    def _end(self, run: int, early: bool = False) -> None:
+    def _end(self, run: int) -> None:
         self._count[run] -= 1
         if self._count[run] == 0:
-            self._recorder.end(run, early)
+            self._recorder.end(run)
 
     def _moment(self, what: int) -> None:
+        for run, weight in list(self._reversing.items()):
+            if use_count(weight.storage) <= weight.aliases:
+                del self._reversing[run]
+                self._end(run)
         self._recorder.moment(what)
-        for run in self._reversing:
-            self._end(run, early=True)
-        self._reversing.clear()
 
     def enter(self, unit: Unit) -> None:
         self._moment(event(FORWARD, unit.index))
@@ -72,15 +86,18 @@ class SymbolicObserver:
         self._end(run)
 
     def pack(self, tensor: torch.Tensor) -> _Saved | None:
-        run = self._run_of_storage.get(tensor.untyped_storage()._cdata)
-        return None if run is None else _Saved(run, tensor)
+        weight = self._weights.get(tensor.untyped_storage()._cdata)
+        if weight is None or tensor.dtype != weight.flat.dtype:
+            return None
+        return _Saved(weight, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, handle: _Saved) -> torch.Tensor:
-        if handle.run not in self._reversing:
-            self._moment(event(BACKWARD, handle.run))
-            self._begin(handle.run, BACKWARD)
-            self._reversing.append(handle.run)
-        return handle.tensor
+        weight = handle.weight
+        if weight.run not in self._reversing:
+            self._moment(event(BACKWARD, weight.run))
+            self._begin(weight.run, BACKWARD)
+            self._reversing[weight.run] = weight
+        return weight.flat.as_strided(handle.shape, handle.stride, handle.offset)
 
     def gradient(self, parameter: int) -> None:
         self._moment(event(GRADIENT, parameter))
@@ -112,7 +129,7 @@ def trace_symbolically(
     the real ones, for a scope."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake: list[nn.Parameter] = []
-    storages: dict[int, int] = {}
+    weights: dict[int, _Weight] = {}
     with mode:
         for run, shape, stride, dtype, trained in zip(
             parameters.runs,
@@ -124,10 +141,11 @@ def trace_symbolically(
         ):
             tensor = nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype), requires_grad=trained)
             fake.append(tensor)
-            storages[tensor.untyped_storage()._cdata] = run
-    meter = StorageMeter(storages.__contains__)
+            storage, flat = tensor.untyped_storage(), tensor.detach()
+            weights[storage._cdata] = _Weight(run, storage, flat, use_count(storage))
+    meter = StorageMeter(weights.__contains__)
     recorder = Recorder(signature, meter, fixed, source="symbolic")
-    observer = SymbolicObserver(recorder, storages)
+    observer = SymbolicObserver(recorder, weights)
     hooks = _hooked(fake, observer)
     with (
         _unchanged(module),
@@ -145,6 +163,11 @@ def trace_symbolically(
             loss.backward()
         del out, loss
     return recorder.finish()
+
+
+def use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects share a storage."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 @contextmanager

@@ -1,0 +1,64 @@
+"""What a trace says of a moment is what the following iterations use, to the byte where nothing is random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ebbtide
+import zoo
+from ebbtide.record import Record
+from harness import config_of
+
+TOLERANCE = 0.01
+
+
+def records(name: str, mode: str, **changes: object) -> tuple[Record | None, list[Record]]:
+    """The imagined record, and the live ones of several iterations."""
+    engine = ebbtide.initialize(zoo.build(name, mode), config_of(**changes))
+    session = engine._session
+    found: list[Record] = []
+    imagined: Record | None = None
+    try:
+        for number in range(6):
+            out = engine(**zoo.cast(zoo.ZOO[name].batch(number), torch.bfloat16))
+            [known] = session.traces._known.values() or [None]
+            if known is not None and known.record.source == "symbolic":
+                imagined = known.record
+            engine.backward(out.loss)
+            engine.step()
+            if session._pending is not None:
+                found.append(session._pending[0])
+            if known is not None:
+                known.stale = True
+        return imagined, found
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_the_first_trace_predicts_the_next_iterations(name: str, mode: str) -> None:
+    _, live = records(name, mode)
+    assert len(live) >= 3
+    first, second, *later = live
+    # The second iteration is the first one with outputs of the iteration before still alive.
+    for record in later:
+        assert [m.event for m in record.moments] == [m.event for m in first.moments]
+        assert record.accesses == first.accesses and record.arrivals == first.arrivals
+        for one, other in zip(second.moments, record.moments, strict=True):
+            assert abs(one.peak - other.peak) <= TOLERANCE * one.peak + 4096
+        for one, other in zip(first.moments, record.moments, strict=True):
+            assert abs(one.peak - other.peak) <= TOLERANCE * one.peak + 4096
+
+
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_the_imagined_iteration_is_the_real_one(name: str, mode: str) -> None:
+    imagined, live = records(name, mode, device={"memory": 4_000_000})
+    assert imagined is not None
+    assert [m.event for m in imagined.moments] == [m.event for m in live[0].moments]
+    assert imagined.accesses == live[0].accesses
+    assert imagined.arrivals == live[0].arrivals
+    assert live[0].peak <= imagined.peak * 1.02 + 4096
+    assert imagined.peak <= live[0].peak * 1.25
