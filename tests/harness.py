@@ -64,6 +64,8 @@ class Run:
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
+    """Tests run on the CPU unless they ask for another device."""
+    changes["device"] = {"kind": "cpu", **changes.get("device", {})}
     base = {"clip": 1.0, "poison": True, "chunk_size": "64KiB", "optimizer": {"lr": LR}}
     if changes.get("layout") == "tensor":
         del base["chunk_size"]
@@ -78,11 +80,12 @@ def expected(
     precision: str = "bf16",
     clip: float | None = 1.0,
     accumulate: int = 1,
+    device: str = "cpu",
 ) -> tuple[str, tuple[float, ...]]:
     dtype = reference.ROUND[precision]
     sha, losses = reference.train(
-        zoo.build(name, checkpointing),
-        lambda step: zoo.cast(zoo.ZOO[name].batch(step), dtype),
+        zoo.build(name, checkpointing).to(device),
+        lambda step: batch_of(name, step, dtype, device),
         steps,
         precision,
         lr=LR,
@@ -90,6 +93,10 @@ def expected(
         accumulate=accumulate,
     )
     return sha, tuple(losses)
+
+
+def batch_of(name: str, step: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    return {key: value.to(device) for key, value in zoo.cast(zoo.ZOO[name].batch(step), dtype).items()}
 
 
 def run(name: str, checkpointing: str, steps: int, config: dict[str, Any]) -> Run:
@@ -100,7 +107,7 @@ def run(name: str, checkpointing: str, steps: int, config: dict[str, Any]) -> Ru
         losses: list[float] = []
         with Count(engine) as count:
             for step in range(steps * accumulate):
-                batch = zoo.cast(zoo.ZOO[name].batch(step), dtype)
+                batch = batch_of(name, step, dtype, engine.device)
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()
@@ -116,11 +123,15 @@ def least_budget(name: str, checkpointing: str, steps: int, config: dict[str, An
     budget = 200_000
     for _ in range(12):
         try:
-            return budget, run(name, checkpointing, steps, config | {"device": {"memory": budget}})
+            return budget, run(name, checkpointing, steps, with_budget(config, budget))
         except BudgetError as error:
             assert error.tier == "device" and error.short > 0
             budget += error.short
     raise AssertionError(f"no budget up to {budget} works for {name}")
+
+
+def with_budget(config: dict[str, Any], budget: int) -> dict[str, Any]:
+    return config | {"device": {**config["device"], "memory": budget}}
 
 
 def facts(name: str, checkpointing: str, config: dict[str, Any]) -> tuple[int, int, int]:

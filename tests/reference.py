@@ -99,5 +99,5 @@ def train(
             parameter.grad = None
     digest = hashlib.sha256()
     for name in sorted(masters):
-        digest.update(masters[name].contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(masters[name].cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest(), losses

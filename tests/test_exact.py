@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import zoo
-from harness import config_of, expected, facts, least_budget, run
+from harness import config_of, expected, facts, least_budget, run, with_budget
 
 MODES = ("none", "non-reentrant", "reentrant")
 STEPS = 4
@@ -31,7 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def check(name: str, mode: str, steps: int, config: dict[str, Any], budget: int | None) -> dict[str, Any]:
     if budget is not None:
-        config = config | {"device": {"memory": budget}}
+        config = with_budget(config, budget)
     done = run(name, mode, steps, config)
     clip, accumulate = config.get("clip"), config.get("accumulate", 1)
     sha, losses = expected(name, mode, steps, config.get("precision", "bf16"), clip, accumulate)

@@ -48,7 +48,11 @@ class Attention(nn.Module):
             )
             for _ in range(depth)
         )
-        self.scale = nn.Parameter(torch.ones(width))
+        self.scale = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
 
     def _block(self, block: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
         y = block["norm"](x)

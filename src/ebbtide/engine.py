@@ -356,6 +356,7 @@ class Engine:
             "drops": session.store.traffic.drops,
             "peak_bytes": dict(ledger.peak),
             "budget_bytes": dict(ledger.budgets),
+            "fixed_bytes": session.unmanaged.fixed_bytes(),
             "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
             "traces": session.traces.count,
             "diverged": session.executor.diverged,

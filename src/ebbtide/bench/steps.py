@@ -13,34 +13,33 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
-from ebbtide.errors import ConfigError
-from ebbtide.models import build_model
+from ebbtide.models import ModelSpec, find_model
 
 LR = 1e-4
 
 
 def tokens(model: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
     """One batch of random tokens for a language model."""
-    _, spec = build_spec(model)
+    spec = find_model(model)
     ids = torch.randint(0, spec.vocabulary, (batch, seq), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
 
 
-def build_spec(model: str) -> tuple[str, Any]:
-    from ebbtide.models import find_model
-
-    spec = find_model(model)
-    if spec.context is not None and spec.context < 1:
-        raise ConfigError(f"{model} takes no sequences; benchmark a language model")
-    return model, spec
+def built(model: str | ModelSpec, checkpoint: bool = False) -> nn.Module:
+    spec = find_model(model) if isinstance(model, str) else model
+    module = spec.build(0)
+    if checkpoint:
+        module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return module
 
 
 class Plain:
     """bf16 parameters, fp32 masters, torch's fused AdamW: what one writes by hand."""
 
-    def __init__(self, model: str, batch: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        module, _ = build_model(model, 0)
-        self.module: nn.Module = module.to(device)
+    def __init__(
+        self, model: str | ModelSpec, batch: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self.module = built(model).to(device)
         self.masters = [p.detach().clone().requires_grad_() for p in self.module.parameters()]
         self.module.to(torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=True)
@@ -63,8 +62,14 @@ class Plain:
 class Ours:
     """The engine under a config."""
 
-    def __init__(self, model: str, batch: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        module, _ = build_model(model, 0)
+    def __init__(
+        self,
+        model: str | ModelSpec,
+        batch: Mapping[str, torch.Tensor],
+        config: Mapping[str, Any],
+        checkpoint: bool = False,
+    ) -> None:
+        module = built(model, checkpoint)
         settings = Config.read({"optimizer": {"lr": LR}, **config})
         self.engine = Engine(module, settings, tiers=open_tiers(settings))
         device = self.engine.device

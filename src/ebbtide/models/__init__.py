@@ -2,6 +2,6 @@
 
 from ebbtide.models.batches import Batches
 from ebbtide.models.presets import PRESETS
-from ebbtide.models.spec import ModelSpec, build_model, find_model
+from ebbtide.models.spec import ModelSpec, build_model, find_model, spec_of
 
-__all__ = ["PRESETS", "Batches", "ModelSpec", "build_model", "find_model"]
+__all__ = ["PRESETS", "Batches", "ModelSpec", "build_model", "find_model", "spec_of"]

@@ -1,0 +1,87 @@
+"""The same promises on a CUDA device, and what only a card can show. `make gpu-check` runs these."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+import zoo
+from harness import batch_of, config_of, expected, run, with_budget
+
+pytestmark = pytest.mark.gpu
+STEPS = 4
+CUDA = {"kind": "cuda"}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "page": {"layout": "page"},
+    "tensor": {"layout": "tensor"},
+    "separate": {"master": "separate"},
+    "updates-on-the-host": {"placement": "host"},
+    "lru": {"eviction": "lru"},
+    "no-prefetch": {"prefetch": False},
+    "fp32": {"precision": "fp32"},
+    "in-backward": {"updates": "in-backward", "clip": None},
+    "accumulate": {"accumulate": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Flash attention and the embedding's backward use atomics otherwise."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(name: str, mode: str, config: dict[str, Any]) -> dict[str, Any]:
+    done = run(name, mode, STEPS, config)
+    clip, accumulate = config.get("clip"), config.get("accumulate", 1)
+    sha, losses = expected(name, mode, STEPS, config.get("precision", "bf16"), clip, accumulate, "cuda")
+    assert tuple(done.losses) == losses
+    assert done.sha == sha
+    return done.stats
+
+
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_resident_and_tight(name: str, mode: str) -> None:
+    config = config_of(device=CUDA)
+    free = check(name, mode, config)
+    budget = free["non_model_peak"] + sum(free["tags"]["device"].values()) // 6
+    tight = check(name, mode, with_budget(config, budget))
+    assert tight["moved_bytes"]["host_to_device"] > 0
+    assert tight["peak_bytes"]["device"] <= budget
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_settings(change: str) -> None:
+    config = config_of(device=CUDA, **CHANGES[change])
+    free = check("gpt2", "none", config_of(device=CUDA))
+    model_data = sum(free["tags"]["device"].values())
+    for share in (2, 8):
+        check("gpt2", "none", with_budget(config, free["non_model_peak"] + model_data // share))
+
+
+def test_the_allocator_stays_within_the_budget() -> None:
+    """An independent count: what torch's allocator says, against the budget and the stated fixed cost."""
+    free = check("gpt2", "none", config_of(device=CUDA))
+    budget = free["non_model_peak"] + sum(free["tags"]["device"].values()) // 4
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    engine = ebbtide.initialize(zoo.build("gpt2"), with_budget(config_of(device=CUDA), budget))
+    try:
+        for step in range(STEPS):
+            engine.backward(engine(**batch_of("gpt2", step, torch.bfloat16, engine.device)).loss)
+            engine.step()
+            engine.check_integrity()
+        assert torch.cuda.max_memory_allocated() - before <= budget + engine.stats()["fixed_bytes"]
+    finally:
+        engine.close()
