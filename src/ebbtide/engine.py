@@ -383,7 +383,9 @@ class Engine:
 def open_tiers(config: Config) -> Tiers:
     """Fresh tiers with the config's budgets."""
     backend = open_backend(config.device.kind, config.poison)
-    return Tiers(backend, Ledger(resolve_budgets(config, backend)))
+    budgets = resolve_budgets(config, backend)
+    backend.limit(budgets["device"])
+    return Tiers(backend, Ledger(budgets))
 
 
 def _tiers(config: Config) -> Tiers:

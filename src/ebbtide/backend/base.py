@@ -25,6 +25,9 @@ class Backend(Protocol):
     kind: str
     device: torch.device
 
+    def limit(self, count: int) -> None:
+        """Has the device's own allocator refuse more than `count` bytes, where it can."""
+
     def allocate(self, tier: str, count: int) -> torch.Tensor:
         """`count` bytes on `tier`, contents undefined."""
 

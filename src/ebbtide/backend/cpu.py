@@ -94,6 +94,9 @@ class CpuBackend:
         self._held: dict[str, int] = {"device": 0, "host": 0}
         self._streams = {link: Stream(f"ebbtide-{link}") for link in ("host_to_device", "device_to_host")}
 
+    def limit(self, count: int) -> None:
+        """Nothing backs a budget here but the ledger."""
+
     def allocate(self, tier: str, count: int) -> torch.Tensor:
         with self._lock:
             slab = self._slabs.take(count)

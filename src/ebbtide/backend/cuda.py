@@ -81,6 +81,12 @@ class CudaBackend:
         self._storages: set[int] = set()
         _expandable_segments()
 
+    def limit(self, count: int) -> None:
+        """Lets the allocator refuse what passes the budget, beside what the process holds already."""
+        _, total = torch.cuda.mem_get_info(self.device)
+        share = (count + torch.cuda.memory_reserved(self.device)) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+
     def allocate(self, tier: str, count: int) -> torch.Tensor:
         self._held[tier] += count
         if tier == "host":

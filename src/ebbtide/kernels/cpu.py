@@ -140,5 +140,9 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _require_cpu(tensor: Tensor) -> None:
+    if tensor.numel() and not tensor.data_ptr():
+        raise ValueError(
+            "expected a tensor with memory, found one without: a fake or meta tensor has no numbers"
+        )
     if not tensor.is_cpu:
         raise ValueError(f"expected CPU tensors for the native kernels, found one on {tensor.device}")

@@ -209,8 +209,12 @@ class ModelData:
             part = value[start : start + row[0].numel()]
             if len(row) == 1:
                 row[0].copy_(part)
-            else:
-                kernels.split(part.to(torch.float32), row[0], row[1])
+                continue
+            held = [piece if piece.is_cpu else torch.empty_like(piece, device="cpu") for piece in row]
+            kernels.split(part.to("cpu", torch.float32), held[0], held[1])
+            for piece, value_there in zip(row, held, strict=True):
+                if piece is not value_there:
+                    piece.copy_(value_there)
 
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""

@@ -256,6 +256,7 @@ class Session:
             tuple(p.stride for p in data.places),
             tuple(data.store.chunks["param", p.chunk].dtype for p in data.places),
             tuple(p.requires_grad for p in data.parameters),
+            self.backend.device,
         )
         try:
             record = trace_symbolically(

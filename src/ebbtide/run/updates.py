@@ -153,18 +153,24 @@ class Updates:
     def square_sum(self) -> float:
         """The sum of squares of all gradients that arrived, added in the order of names."""
         total = 0.0
-        members = [m for m, count in enumerate(self.arrived) if count]
-        for member in sorted(members, key=lambda m: self.data.names[m]):
-            total += float(self.squares[member])
+        sums = self._sums()
+        for member in sorted(sums, key=lambda m: self.data.names[m]):
+            total += sums[member]
         return total
+
+    def _sums(self) -> dict[int, float]:
+        """The sum of squares of each gradient that arrived; what is on the device is read in one go."""
+        members = [m for m, count in enumerate(self.arrived) if count]
+        waiting = [m for m in members if isinstance(self.squares[m], torch.Tensor)]
+        if waiting:
+            read = torch.stack([self.squares[m] for m in waiting]).tolist()
+            for member, value in zip(waiting, read, strict=True):
+                self.squares[member] = value
+        return {m: float(self.squares[m]) for m in members}
 
     def nonfinite(self) -> list[str]:
         """The names of parameters whose gradient is not finite."""
-        return [
-            self.data.names[m]
-            for m, count in enumerate(self.arrived)
-            if count and not math.isfinite(float(self.squares[m]))
-        ]
+        return [self.data.names[m] for m, total in self._sums().items() if not math.isfinite(total)]
 
     # -- updates --------------------------------------------------------------------------------------
 

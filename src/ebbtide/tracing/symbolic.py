@@ -113,6 +113,7 @@ class FakeParameters:
     strides: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     trained: tuple[bool, ...]
+    device: torch.device
 
 
 def trace_symbolically(
@@ -139,7 +140,10 @@ def trace_symbolically(
             parameters.trained,
             strict=True,
         ):
-            tensor = nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype), requires_grad=trained)
+            tensor = nn.Parameter(
+                torch.empty_strided(shape, stride, dtype=dtype, device=parameters.device),
+                requires_grad=trained,
+            )
             fake.append(tensor)
             storage, flat = tensor.untyped_storage(), tensor.detach()
             weights[storage._cdata] = _Weight(run, storage, flat, use_count(storage))
