@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import StateError
-from ebbtide.plan.place import SCALARS, ModelShape, Settings, make_plan
-from ebbtide.plan.residency import Timeline, Use, replay
+from ebbtide.plan.place import SCALARS, ModelShape, Settings, _uses, make_plan
+from ebbtide.plan.residency import FREE, SPILL, Timeline, Use, replay
 from ebbtide.plan.schedule import advance, on_demand
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Access, Arrival, Moment, Record, event
@@ -56,7 +56,7 @@ def timelines(draw: st.DrawFn, equal: bool, clean: bool) -> Timeline:
     return Timeline(tuple(rooms), sizes, tuple(uses))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(timelines(equal=True, clean=True))
 def test_equal_clean_chunks_move_as_little_as_possible(line: Timeline) -> None:
     done = replay(line, "farthest-next-use", cycles=1)
@@ -64,7 +64,7 @@ def test_equal_clean_chunks_move_as_little_as_possible(line: Timeline) -> None:
     assert done.traffic == optimum(line)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(timelines(equal=False, clean=False))
 def test_unequal_dirty_chunks_stay_near_the_optimum(line: Timeline) -> None:
     done = replay(line, "farthest-next-use", cycles=1)
@@ -146,3 +146,52 @@ def test_an_illegal_transition_prints_the_history() -> None:
         states.release(0, State.HOLD)
     states.settle()
     assert states.state(1) is State.HOLD
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(2, 8),
+    st.integers(0, 50_000),
+    st.integers(0, 100),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["farthest-next-use", "lru", "list-order"]),
+)
+def test_no_plan_passes_a_budget_and_every_access_is_met(
+    layers: int, peak: int, share: int, accumulate: int, prefetch: bool, take_over: bool, eviction: str
+) -> None:
+    """Follows a plan's triggers through steady iterations: gradients appear and go, host updates make copies stale."""
+    size = 1000
+    shape = ModelShape(
+        tuple((i,) for i in range(layers)),
+        tuple(range(layers)),
+        (2 * size,) * layers,
+        (2 * size,) * layers,
+        (10 * size,) * layers,
+    )
+    record = small_record(layers, peak)
+    chosen = Settings(
+        peak + SCALARS + 6000 + 14 * size * layers * share // 100,
+        10**9,
+        eviction=eviction,
+        prefetch=prefetch,
+        accumulate=accumulate,
+        take_over=take_over and accumulate == 1,
+    )
+    plan = make_plan(shape, record, chosen)
+    assume(plan.residency.steady)
+    uses = _uses(shape, record, chosen, frozenset(i for i, home in enumerate(plan.homes) if home == "device"))
+    sizes = (*shape.parameter_bytes, *shape.gradient_bytes)
+    resident: set[int] = set()
+    for around, moment in itertools.product(range(3), range(len(plan.levels))):
+        for trigger in sorted(plan.triggers[moment], key=lambda t: t.fetch):
+            (resident.add if trigger.fetch else resident.discard)(trigger.item)
+        for use in uses:
+            if use.first == moment:
+                if use.creates or around == 0:
+                    resident.add(use.item)
+                assert use.item in resident, (around, moment, plan.items[use.item])
+        held = plan.static_bytes + sum(sizes[i] for i in resident) + plan.levels[moment]
+        assert around == 0 or held <= chosen.device, (around, moment, held - chosen.device)
+        resident -= {use.item for use in uses if use.last == moment and use.after in (FREE, SPILL)}

@@ -1,9 +1,8 @@
 """Which chunk leaves when room is needed. One choice, used by planner and runtime alike.
 
 Farthest next use is optimal for equal, clean chunks (Belady). Note [weighing]: with write-back and unequal
-sizes it is not, so a candidate is scored by how long it frees its bytes for what it costs to bring it
-back: distance * bytes / cost, where cost is the bytes of the refetch and, if dirty, of the write-back.
-For equal, clean chunks this is the distance alone.
+sizes it is not, so a candidate is scored by how long it frees the bytes that are still short for what it costs: the
+bytes of the refetch and, if dirty, of the write-back. For equal, clean chunks this is the distance alone.
 """
 
 from __future__ import annotations
@@ -25,21 +24,25 @@ class Candidate:
     dirty: bool
 
 
-def _farthest(candidate: Candidate) -> tuple[float, int]:
-    if candidate.next_use >= NEVER:
-        return (float("inf") if not candidate.dirty else float(NEVER), candidate.key)
-    return (candidate.next_use / (2.0 if candidate.dirty else 1.0), candidate.key)
+Score = tuple[float, int]
 
 
-def _lru(candidate: Candidate) -> tuple[float, int]:
+def _farthest(candidate: Candidate, short: int) -> Score:
+    if candidate.next_use >= NEVER and not candidate.dirty:
+        return (float("inf"), candidate.key)
+    cost = candidate.nbytes * (2 if candidate.dirty else 1)
+    return (candidate.next_use * min(candidate.nbytes, short) / cost, candidate.key)
+
+
+def _lru(candidate: Candidate, short: int) -> Score:
     return (-candidate.last_use, -candidate.key)
 
 
-def _list_order(candidate: Candidate) -> tuple[float, int]:
+def _list_order(candidate: Candidate, short: int) -> Score:
     return (0.0, -candidate.key)
 
 
-POLICIES: dict[str, Callable[[Candidate], tuple[float, int]]] = {
+POLICIES: dict[str, Callable[[Candidate, int], Score]] = {
     "farthest-next-use": _farthest,
     "lru": _lru,
     "list-order": _list_order,
@@ -49,13 +52,15 @@ POLICIES: dict[str, Callable[[Candidate], tuple[float, int]]] = {
 def choose(policy: str, candidates: Iterable[Candidate], needed: int) -> Sequence[Candidate]:
     """The candidates to evict, first to last, until `needed` bytes are free; all of them where that is not
     enough. What the last one makes superfluous stays."""
+    score = POLICIES[policy]
+    left = list(candidates)
     chosen: list[Candidate] = []
     freed = 0
-    for candidate in sorted(candidates, key=POLICIES[policy], reverse=True):
-        if freed >= needed:
-            break
-        chosen.append(candidate)
-        freed += candidate.nbytes
+    while left and freed < needed:
+        best = max(left, key=lambda candidate: score(candidate, needed - freed))
+        left.remove(best)
+        chosen.append(best)
+        freed += best.nbytes
     for candidate in chosen[:-1]:
         if freed - candidate.nbytes >= needed:
             freed -= candidate.nbytes
