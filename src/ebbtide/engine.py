@@ -28,6 +28,8 @@ from ebbtide.run.session import Session
 from ebbtide.run.setup import choose, resolve_budgets, signature_of
 from ebbtide.state import values
 from ebbtide.state.module import guard
+from ebbtide.state.start import Start
+from ebbtide.state.weights import WeightFiles
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,17 @@ def initialize(
     module: nn.Module,
     config: Config | Mapping[str, Any] | str | Path | None = None,
     param_groups: Iterable[dict[str, Any]] | None = None,
+    *,
+    weights: str | Path | None = None,
 ) -> Engine:
     """Takes over a module's parameters and returns the engine that trains it.
 
     `config` is a Config, a dict of its keys, or a TOML or JSON file. `param_groups` are those of
-    torch.optim.AdamW; left out, all parameters that require gradients form one group.
+    torch.optim.AdamW; left out, all parameters that require gradients form one group. A module on the meta
+    device gets the values that building it on the CPU now would give it; or those of `weights`, a folder of
+    safetensors files as `save_pretrained` writes it.
     """
-    return Engine(module, Config.read(config), param_groups)
+    return Engine(module, Config.read(config), param_groups, weights=weights)
 
 
 class Engine:
@@ -73,6 +79,7 @@ class Engine:
         config: Config,
         param_groups: Iterable[dict[str, Any]] | None = None,
         tiers: Tiers | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         _refuse_unbuilt(config)
@@ -88,7 +95,14 @@ class Engine:
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
         choice = choose(module, config)
-        self._session = Session(module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors)
+        files = WeightFiles(weights, module) if weights is not None else None
+        start = Start(module, files)
+        self._session = Session(
+            module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors, start
+        )
+        start.finish()
+        if files is not None:
+            files.load(self._session, start.given)
         guard(self._session)
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self.optimizer = self._make_optimizer(param_groups)
@@ -330,6 +344,14 @@ class Engine:
         """Takes weights and buffers by name; every key must be there and no other."""
         self._session.drop_gradients()
         values.load_state_dict(self._session, state)
+        self._broken = ""
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
+        are found right."""
+        files = WeightFiles(folder, self.module)
+        self._session.drop_gradients()
+        files.load(self._session)
         self._broken = ""
 
     def weights_sha256(self) -> str:

@@ -19,6 +19,7 @@ from ebbtide.intercept import ParameterRun
 from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunks import TORCH_DTYPES, Chunk, ChunkStore, aligned
+from ebbtide.run.source import replace
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -106,6 +107,7 @@ class ModelData:
         self.trained = [any(parameters[p].requires_grad for p in group) for group in self.members]
         self.taken = [False] * len(self.parameters)
         self.originals = [p.dtype for p in self.parameters]
+        self.on_meta = [p.is_meta for p in self.parameters]
         self.bound = [False] * len(layout.chunks)
         self._starts = [[self.places[p].offset for p in group] for group in self.members]
         self._storages: dict[int, int] = {}
@@ -160,7 +162,11 @@ class ModelData:
 
     def release_original(self, member: int) -> None:
         """The parameter's own memory is no longer needed: its value is in its chunk."""
-        self.parameters[member].data = self._placeholder(member)
+        parameter = self.parameters[member]
+        if parameter.is_meta:
+            replace(parameter, self._placeholder(member))
+        else:
+            parameter.data = self._placeholder(member)
         self.taken[member] = True
 
     # -- saved views ----------------------------------------------------------------------------------

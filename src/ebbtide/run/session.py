@@ -27,6 +27,7 @@ from ebbtide.record import Record
 from ebbtide.run.executor import Executor
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.setup import Choice, check_fit
+from ebbtide.run.source import Source, replace
 from ebbtide.run.traces import Known, Traces
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
@@ -45,6 +46,7 @@ class Session:
         ledger: Ledger,
         kernels: Mapping[str, Kernels],
         peers: WeakSet[Executor],
+        source: Source | None = None,
     ) -> None:
         self.module, self.config, self.backend, self.ledger = module, config, backend, ledger
         parameters, runs, units = find_units(module, list(choice.managed.values()))
@@ -87,9 +89,9 @@ class Session:
         """Backward passes since the last update."""
         weakref.finalize(self.executor, _release, self.store)
         try:
-            self._take_over(choice)
+            self._take_over(choice, source)
         except BaseException:
-            self._undo()
+            self._undo(source)
             raise
         peers.add(self.executor)
 
@@ -124,8 +126,8 @@ class Session:
         needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
         check_fit(self.ledger, needed, max(shape.parameter_bytes, default=0))
 
-    def _take_over(self, choice: Choice) -> None:
-        """Moves the user's values into chunks, one chunk at a time."""
+    def _take_over(self, choice: Choice, source: Source | None) -> None:
+        """Moves the user's values, or the source's, into chunks, one chunk at a time."""
         kernels = self.updates.kernels["host"]
         for index, members in enumerate(self.data.members):
             tier = self._first_home(index)
@@ -136,21 +138,38 @@ class Session:
             if master is not None:
                 self.store.allocate(master, tier, zero=True)
             for member in members:
-                self.data.store_value(member, dense(self.data.parameters[member]), kernels)
+                self.data.store_value(member, self._first_value(member, source), kernels)
                 self.data.release_original(member)
             if tier == "device":
                 self.data.bind(index)
+        if source is not None:
+            source.fill()
         self.unmanaged.take_over(choice)
         self.ledger.set_level("device", self.first_level())
 
-    def _undo(self) -> None:
+    def _first_value(self, member: int, source: Source | None) -> torch.Tensor:
+        value = None if source is None else source.value(self.data.names[member])
+        if value is None:
+            return dense(self.data.parameters[member])
+        place = self.data.places[member]
+        if tuple(value.stride()) != place.stride:
+            value = torch.empty_strided(place.shape, place.stride, dtype=value.dtype).copy_(value)
+        return dense(value)
+
+    def _undo(self, source: Source | None) -> None:
         """The take-over failed: the user's module is as it was."""
         kernels = self.updates.kernels["host"]
         self.interceptor.remove()
         for member, parameter in enumerate(self.data.parameters):
-            if self.data.taken[member]:
+            if self.data.taken[member] and self.data.on_meta[member]:
+                place = self.data.places[member]
+                dtype = self.data.originals[member]
+                replace(parameter, torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta"))
+            elif self.data.taken[member]:
                 value = self.data.load_value(member, kernels)
                 parameter.data = value.to(self.data.originals[member])
+        if source is not None:
+            source.undo()
         _release(self.store)
 
     def _first_home(self, index: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from ebbtide.errors import ConfigError, nearest
 from ebbtide.run.model import dense
@@ -77,15 +78,13 @@ def state_dict(session: Session) -> dict[str, torch.Tensor]:
         if owner not in loaded:
             loaded[owner] = load(session, owner)
         found[name] = loaded[owner]
-    for prefix, child in session.module.named_modules():
-        for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
-                found[f"{prefix}.{key}" if prefix else key] = buffer.detach().cpu().clone()
+    for name, buffer in persistent_buffers(session.module):
+        found[name] = buffer.detach().cpu().clone()
     return found
 
 
 def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None:
-    expected = state_dict_keys(session)
+    expected = state_dict_keys(session.module)
     for key in state:
         if key not in expected:
             raise ConfigError(f"state dict: unknown key {key!r}{nearest(key, expected)}")
@@ -94,22 +93,23 @@ def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None
         raise ConfigError(f"state dict: {len(missing)} keys are missing, the first is {missing[0]!r}")
     for name in names(session):
         save(session, name, state[name])
-    for prefix, child in session.module.named_modules():
-        for key, buffer in child._buffers.items():
-            full = f"{prefix}.{key}" if prefix else key
-            if buffer is not None and full in state:
-                buffer.copy_(state[full])
+    for name, buffer in persistent_buffers(session.module):
+        buffer.copy_(state[name])
 
 
-def state_dict_keys(session: Session) -> list[str]:
-    keys = [name for name, _ in session.module.named_parameters(remove_duplicate=False)]
-    for prefix, child in session.module.named_modules():
-        keys += [
-            f"{prefix}.{key}" if prefix else key
-            for key, buffer in child._buffers.items()
-            if buffer is not None and key not in child._non_persistent_buffers_set
-        ]
-    return keys
+def state_dict_keys(module: nn.Module) -> list[str]:
+    keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return keys + [name for name, _ in persistent_buffers(module)]
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Buffers that the module's state_dict has, each under all of its names."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, buffer)
+        for prefix, child in module.named_modules()
+        for key, buffer in child._buffers.items()
+        if buffer is not None and key not in child._non_persistent_buffers_set
+    ]
 
 
 def _same_shape(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
