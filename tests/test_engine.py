@@ -435,3 +435,37 @@ def test_autocast(make: Any) -> None:
         shas.append(engine.weights_sha256())
         engine.close()
     assert shas[0] == shas[1]
+
+
+def test_host_modules_send_activations_instead_of_weights(make: Any) -> None:
+    """An untied embedding of 128 KB, of which a batch reads 64 rows."""
+    shas, moved = [], []
+    for hosted in ([], ["model.embed_tokens"]):
+        engine = make("llama", host_modules=hosted, device={"memory": 1_330_000})
+        for number in range(4):
+            if number == 3:
+                before = sum(engine.stats()["moved_bytes"].values())
+            step(engine, number, "llama")
+            engine.check_integrity()
+        moved.append(sum(engine.stats()["moved_bytes"].values()) - before)
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]  # on the CPU the host computes the same numbers
+    assert moved[1] < moved[0]
+
+
+def test_host_modules_take_their_tied_heads_along(make: Any) -> None:
+    engine = make("gpt2", host_modules=["transformer.wte"], device={"memory": 1_800_000})
+    assert {"transformer.wte.weight"} == engine._session.unmanaged.hosted
+    for number in range(3):
+        step(engine, number)
+    sha = engine.weights_sha256()
+    engine.close()
+    engine = make("gpt2")
+    for number in range(3):
+        step(engine, number)
+    assert engine.weights_sha256() == sha
+    with pytest.raises(
+        ConfigError, match=r"host_modules: 'transformer\.wtf' matches no module; did you mean"
+    ):
+        make("gpt2", host_modules=["transformer.wtf"])

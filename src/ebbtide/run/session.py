@@ -25,6 +25,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.place import ModelShape, Plan, Settings
 from ebbtide.record import Record
 from ebbtide.run.executor import Executor
+from ebbtide.run.hosted import HostModules
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.source import Source, replace
@@ -66,10 +67,14 @@ class Session:
         self.executor.reclaim = self.updates.reclaim
         self.updates.executor = self.executor
         self.executor.peers = peers
-        self.unmanaged = Unmanaged(module, choice, backend, kernels["device"], RULES[config.optimizer.name])
+        self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
+        self._reserve_hosted(choice)
         self.shape = self._shape()
         self._check_fit()
         self.interceptor = Interceptor(module, parameters, runs, units, self.executor)
+        carried = HostModules(choice.hosted.values(), backend.device, self.store.traffic.moved)
+        for handle in carried.handles:
+            self.interceptor.keep(handle)
         settings = Settings(
             self.budget("device"),
             self.budget("host"),
@@ -106,7 +111,16 @@ class Session:
             for c in peer.store.chunks.values()
             if (c.host if tier == "host" else c.device) is not None and c.kind not in ("param", "grad")
         )
-        return self.ledger.budgets[tier] - taken
+        return self.ledger.budgets[tier] - self.ledger.tags[tier].get("host modules", 0) - taken
+
+    def _reserve_hosted(self, choice: Choice) -> None:
+        """Host modules' bytes, on the host's budget (where there is one tier only, on that)."""
+        count = self.unmanaged.host_bytes(choice.dtypes)
+        tier = "host" if self.ledger.budgets["host"] else "device"
+        self.ledger.reserve(tier, "host modules", count)
+        self._release_hosted = weakref.finalize(
+            self.executor, self.ledger.release, tier, "host modules", count
+        )
 
     def _shape(self) -> ModelShape:
         chunks = self.layout.chunks
@@ -381,6 +395,7 @@ class Session:
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)
         _release(self.store)
+        self._release_hosted()
         self.executor.peers.discard(self.executor)
 
 

@@ -13,6 +13,7 @@ from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError, ConfigError, nearest
 from ebbtide.memory.ledger import Ledger
+from ebbtide.run.hosted import find_hosted
 from ebbtide.run.model import COMPUTE_DTYPES, refuse_parameter
 from ebbtide.units import format_size
 
@@ -27,6 +28,8 @@ class Choice:
     unmanaged: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]
     """What each parameter, managed or not, is computed in."""
+    hosted: dict[str, nn.Module]
+    """Modules that are computed on the host; their parameters are unmanaged, and live there."""
     buffer_dtype: torch.dtype | None
     """What floating buffers become, as with `module.to(dtype)`; None where they keep their own."""
 
@@ -41,11 +44,13 @@ def choose(module: nn.Module, config: Config) -> Choice:
     for pattern in config.unmanaged:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise ConfigError(f"unmanaged: {pattern!r} matches no parameter{nearest(pattern, named)}")
+    hosted = find_hosted(module, config.host_modules)
+    on_host = {id(p) for child in hosted.values() for p in child.parameters()}
     managed: dict[str, nn.Parameter] = {}
     unmanaged: dict[str, nn.Parameter] = {}
     for name, parameter in named.items():
         refuse_parameter(name, parameter)
-        by_hand = any(fnmatchcase(name, pattern) for pattern in config.unmanaged)
+        by_hand = id(parameter) in on_host or any(fnmatchcase(name, pattern) for pattern in config.unmanaged)
         chunkable = parameter.dtype in COMPUTE_DTYPES and parameter.numel() > 0
         (managed if chunkable and not by_hand and _is_dense(parameter) else unmanaged)[name] = parameter
     found = {p.dtype for p in named.values() if p.dtype.is_floating_point}
@@ -56,7 +61,7 @@ def choose(module: nn.Module, config: Config) -> Choice:
         )
     target = PRECISIONS[config.precision] if len(found) == 1 else None
     dtypes = {n: target if target and p.dtype.is_floating_point else p.dtype for n, p in named.items()}
-    return Choice(managed, unmanaged, dtypes, target)
+    return Choice(managed, unmanaged, dtypes, hosted, target)
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:

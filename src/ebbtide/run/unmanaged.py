@@ -1,4 +1,7 @@
-"""Parameters outside the chunks: ordinary tensors on the device, updated with the same rule and kernels."""
+"""Parameters outside the chunks: ordinary tensors, updated with the same rule and kernels.
+
+They are on the device in every moment, but for those of host modules, which stay on the host.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,13 @@ from ebbtide.tracing.meter import storage_bytes
 
 class Unmanaged:
     def __init__(
-        self, module: nn.Module, choice: Choice, backend: Backend, kernels: Kernels, rule: Rule
+        self, module: nn.Module, choice: Choice, backend: Backend, kernels: Mapping[str, Kernels], rule: Rule
     ) -> None:
         self.module = module
         self.parameters = dict(choice.unmanaged)
+        on_host = {id(p) for child in choice.hosted.values() for p in child.parameters()}
+        self.hosted = {name for name, p in self.parameters.items() if id(p) in on_host}
+        self._hosted_modules = {id(part) for child in choice.hosted.values() for part in child.modules()}
         self.device = backend.device
         self.kernels = kernels
         self.rule = rule
@@ -40,13 +46,13 @@ class Unmanaged:
                 and target in (torch.bfloat16, torch.float16)
                 and _trainable(parameter)
             ):
-                master = dense(value).to(self.device, torch.float32, copy=True)
+                master = dense(value).to(self._device(name), torch.float32, copy=True)
                 self.masters[name] = master
                 flat = torch.empty_like(master, dtype=target)
-                self.kernels.split(master, flat, master)
+                self._kernels(name).split(master, flat, master)
                 parameter.data = flat.as_strided(value.shape, value.stride())
             else:
-                parameter.data = value.to(self.device, target)
+                parameter.data = value.to(self._device(name), target)
             self.storages.add(parameter.untyped_storage()._cdata)
         for child in self.module.modules():
             for key, buffer in child._buffers.items():
@@ -57,20 +63,40 @@ class Unmanaged:
                     if choice.buffer_dtype and buffer.is_floating_point()
                     else buffer.dtype
                 )
-                child._buffers[key] = buffer.to(self.device, dtype)
+                device = torch.device("cpu") if id(child) in self._hosted_modules else self.device
+                child._buffers[key] = buffer.to(device, dtype)
+
+    def _device(self, name: str) -> torch.device:
+        return torch.device("cpu") if name in self.hosted else self.device
+
+    def _kernels(self, name: str) -> Kernels:
+        return self.kernels["host" if name in self.hosted else "device"]
+
+    def host_bytes(self, dtypes: Mapping[str, torch.dtype]) -> int:
+        """What host modules take on the host: parameters, and what training adds to them."""
+        total = 0
+        for name in self.hosted:
+            parameter, size = self.parameters[name], dtypes[name].itemsize
+            trained = _trainable(parameter)
+            master = 4 if trained and size == 2 else 0
+            total += parameter.numel() * (
+                size + (size + master + 4 * len(self.rule.states) if trained else 0)
+            )
+        return total
 
     def fixed_bytes(self) -> int:
         """Bytes that are on the device in every moment."""
-        tensors: list[torch.Tensor] = [p.detach() for p in self.parameters.values()]
+        names = [name for name in self.parameters if name not in self.hosted]
+        tensors: list[torch.Tensor] = [self.parameters[name].detach() for name in names]
         tensors += list(self.module.buffers())
-        tensors += list(self.masters.values())
-        tensors += [s for group in self.states.values() for s in group]
+        tensors += [self.masters[name] for name in names if name in self.masters]
+        tensors += [state for name in names for state in self.states.get(name, ())]
         return storage_bytes(tensors)
 
     def squares(self) -> dict[str, float]:
         """The sum of squares of each gradient that is there."""
         return {
-            name: float(self.kernels.sum_of_squares(_laid(p.grad, p)))
+            name: float(self._kernels(name).sum_of_squares(_laid(p.grad, p)))
             for name, p in self.parameters.items()
             if p.grad is not None
         }
@@ -86,13 +112,15 @@ class Unmanaged:
                 continue
             if name not in self.states:
                 shape = (parameter.numel(),)
-                self.states[name] = tuple(torch.zeros(shape, device=self.device) for _ in self.rule.states)
+                self.states[name] = tuple(
+                    torch.zeros(shape, device=self._device(name)) for _ in self.rule.states
+                )
             self.steps[name] += 1
             coefficients = self.rule.coefficients(group, self.steps[name], scale)
             operands = Operands(
                 dense(parameter), _laid(parameter.grad, parameter), self.masters.get(name), self.states[name]
             )
-            self.kernels.update(self.rule, operands, coefficients)
+            self._kernels(name).update(self.rule, operands, coefficients)
         self.discard()
 
     def discard(self) -> None:
