@@ -1,0 +1,89 @@
+"""Injected faults: a copy that fails leaves its source intact and the books right, and training goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+import ebbtide.errors
+import zoo
+from harness import config_of
+
+STEPS = 4
+
+
+def train(engine: ebbtide.Engine, fail_at: int | None) -> tuple[str, int]:
+    """Trains; the copy number `fail_at` raises, and the step that saw it is made again. Counts failures."""
+    backend: Any = engine._tiers.backend
+    copy, calls, failures = backend._copy, 0, 0
+
+    def faulty(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise OSError("injected")
+        copy(*arguments)
+
+    backend._copy = faulty
+    done = 0
+    while done < STEPS:
+        try:
+            loss = engine(**zoo.ZOO["gpt2"].batch(done)).loss
+            engine.backward(loss)
+        except OSError:
+            failures += 1
+            engine.check_integrity()
+            engine._session.drop_gradients()
+            continue
+        engine.step()
+        engine.check_integrity()
+        done += 1
+    return engine.weights_sha256(), failures
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 5, 8, 13, 34])
+def test_a_failed_copy_loses_nothing(fail_at: int) -> None:
+    config = config_of(device={"memory": 1_400_000}, placement="host")
+    shas = []
+    for fault in (None, fail_at):
+        engine = ebbtide.initialize(zoo.build("gpt2"), config)
+        try:
+            sha, failures = train(engine, fault)
+        finally:
+            engine.close()
+        shas.append(sha)
+        assert failures == (fault is not None)
+    assert shas[0] == shas[1]
+
+
+def test_an_update_that_is_hit_keeps_the_books_right() -> None:
+    """Whichever copy fails, in whatever phase: integrity holds, and values can still be read."""
+    for fail_at in range(1, 40, 3):
+        engine = ebbtide.initialize(zoo.build("gpt2"), config_of(device={"memory": 1_400_000}))
+        backend: Any = engine._tiers.backend
+        copy, calls = backend._copy, 0
+
+        def faulty(*arguments: Any, copy: Any = copy, fail_at: int = fail_at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                raise OSError("injected")
+            copy(*arguments)
+
+        backend._copy = faulty
+        try:
+            for number in range(2):
+                try:
+                    engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+                    engine.step()
+                except (OSError, ebbtide.errors.EbbtideError):
+                    engine._session.drop_gradients()
+                engine.check_integrity()
+            assert not any(value.isnan().any() for value in engine.state_dict().values())
+            with torch.no_grad():
+                assert torch.isfinite(engine(**zoo.ZOO["gpt2"].batch(9)).loss)
+        finally:
+            engine.close()
