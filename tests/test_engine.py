@@ -469,3 +469,73 @@ def test_host_modules_take_their_tied_heads_along(make: Any) -> None:
         ConfigError, match=r"host_modules: 'transformer\.wtf' matches no module; did you mean"
     ):
         make("gpt2", host_modules=["transformer.wtf"])
+
+
+def test_writes_in_place_are_kept_or_refused(make: Any) -> None:
+    shas = []
+    for memory in ("auto", 1_400_000):
+        engine = make(device={"memory": memory})
+        step(engine, 0)
+        with torch.no_grad(), engine.resident() if memory == "auto" else torch.no_grad():
+            engine.module.transformer.h[0].mlp.c_fc.weight.mul_(0.5)  # the read brings it to the device
+        step(engine, 1)
+        step(engine, 2)
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+    engine = make(device={"memory": 1_400_000})
+    step(engine, 0)
+    away = next(p for p in engine.module.parameters() if p.dim() == 2 and p.stride() == (0, 0))
+    with torch.no_grad():
+        away.zero_()
+    with pytest.raises(StateError, match="was written while its chunk was away"):
+        step(engine, 1)
+    step(engine, 1)
+
+
+def test_optimizer_face(make: Any) -> None:
+    """A group added later trains; step() on the optimizer is the engine's; zero_grad drops what is held."""
+    model = zoo.build("gpt2")
+    late = [p for n, p in model.named_parameters() if ".h.2." in n]
+    early = [p for n, p in model.named_parameters() if ".h.2." not in n]
+    engine = make(model, [{"params": early}], **TIGHT)
+    step(engine, 0)
+    first = engine.state_dict()["transformer.h.2.mlp.c_fc.weight"]
+    for parameter in model.parameters():
+        parameter.grad = None
+    engine.optimizer.add_param_group({"params": late})
+    step(engine, 1)
+    assert not torch.equal(engine.state_dict()["transformer.h.2.mlp.c_fc.weight"], first)
+    sha = engine.weights_sha256()
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+    engine.optimizer.zero_grad()
+    with pytest.raises(StateError, match="without a backward"):
+        engine.step()
+    assert engine.weights_sha256() == sha
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+    engine.optimizer.step()
+    assert engine.weights_sha256() != sha
+
+
+def test_inference_mode_and_scalars(make: Any) -> None:
+    class Scaled(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(x * self.factor)
+
+    shas = []
+    for looked in (False, True):
+        engine = make(Scaled(), chunk_size="8KiB", device={"memory": 60_000})
+        for number in range(3):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number), dtype=torch.bfloat16)
+            if looked:
+                with torch.inference_mode():
+                    engine(x)
+            engine.backward(engine(x)["loss"])
+            engine.step()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]

@@ -79,8 +79,9 @@ def test_an_update_that_is_hit_keeps_the_books_right() -> None:
                 try:
                     engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
                     engine.step()
-                except (OSError, ebbtide.errors.EbbtideError):
-                    engine._session.drop_gradients()
+                except OSError:
+                    # A step that was hit is marked: the weights are loaded again before training goes on.
+                    engine.load_state_dict(engine.state_dict())
                 engine.check_integrity()
             assert not any(value.isnan().any() for value in engine.state_dict().values())
             with torch.no_grad():

@@ -108,7 +108,7 @@ class Engine:
         self.optimizer = self._make_optimizer(param_groups)
         self._broken = ""
         self._losses: list[torch.Tensor] = []
-        self._applied = False
+        self._stepping = False
 
     def _make_optimizer(self, param_groups: Iterable[dict[str, Any]] | None) -> EngineOptimizer:
         settings = self.config.optimizer
@@ -137,7 +137,7 @@ class Engine:
             if odd:
                 key = sorted(odd)[0]
                 raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, defaults)}")
-        optimizer = EngineOptimizer(groups, defaults, self._update)
+        optimizer = EngineOptimizer(groups, defaults, self._update, self._clear)
         self._session.updates.regroup(optimizer.param_groups)
         return optimizer
 
@@ -173,23 +173,31 @@ class Engine:
         in_backward = self.config.updates == "in-backward"
         if in_backward:
             self._before_in_backward(loss)
+        session.updates.regroup(self.optimizer.param_groups)
         self._losses.append(loss.detach())
-        before = session.updates.applied
+        before, captured = session.updates.applied, session.updates.captured
         try:
             session.backward(loss if self._scaler is None else loss * self._scaler.scale)
-        except RuntimeError as error:
+        except BaseException as error:
+            # What arrived before the exception is part of no gradient: the step starts anew.
+            if session.updates.captured != captured:
+                self._clear()
+            else:
+                self._losses.pop()
             if in_backward and session.updates.applied != before:
                 self._broken = "an exception inside backward left some parameters updated and others not"
-            if "backward through the graph a second time" in str(error):
+            if isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error):
                 raise UnsupportedError(
-                    "a second backward through the same graph: its tensors are gone. Run forward again, or add the "
-                    "losses and call engine.backward once"
+                    "a second backward through the same graph: its tensors are gone. Run forward again, or add "
+                    "the losses and call engine.backward once"
                 ) from error
             raise
-        except BaseException:
-            if in_backward and session.updates.applied != before:
-                self._broken = "an exception inside backward left some parameters updated and others not"
-            raise
+
+    def _clear(self) -> None:
+        """Drops gradients that were held, and what was counted for this step."""
+        self._session.drop_gradients()
+        self._session.unmanaged.discard()
+        self._losses = []
 
     def _before_in_backward(self, loss: torch.Tensor) -> None:
         if self._session.micro:
@@ -216,7 +224,7 @@ class Engine:
             return StepResult(False, loss_scale=self.loss_scale)
         losses, self._losses = self._losses, []
         if self.config.updates == "in-backward":
-            self.optimizer.step()
+            self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
         updates = session.updates
         bad = self._nonfinite(losses)
@@ -244,7 +252,7 @@ class Engine:
         if self.config.clip is not None and norm is not None:
             factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
         self._factor = factor
-        self.optimizer.step()
+        self._step_optimizer()
         if self._scaler is not None:
             self._scaler.update(False)
         return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
@@ -259,8 +267,22 @@ class Engine:
             return f"the gradient of {names[0]}{more} is not finite"
         return ""
 
+    def _step_optimizer(self) -> None:
+        """Through `optimizer.step`, for schedulers count its calls."""
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        except BaseException:
+            self._broken = "an exception inside the update left some parameters updated and others not"
+            raise
+        finally:
+            self._stepping = False
+
     def _update(self) -> None:
-        """What `optimizer.step()` does."""
+        """What `optimizer.step()` does; called by the user it is `engine.step()`."""
+        if not self._stepping:
+            self.step()
+            return
         session = self._session
         if session.micro == 0:
             raise StateError(

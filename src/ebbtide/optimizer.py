@@ -14,9 +14,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     """Holds the param groups. Its `step` is the engine's update; its state lives in chunks, not here."""
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any], update: Callable[[], None]
+        self,
+        groups: Iterable[dict[str, Any]],
+        defaults: dict[str, Any],
+        update: Callable[[], None],
+        clear: Callable[[], None],
     ) -> None:
         self._update = update
+        self._clear = clear
         super().__init__(groups, defaults)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -27,4 +32,5 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are consumed by `engine.step()`; there is nothing to clear."""
+        """Drops the gradients that are held; after a step there are none."""
+        self._clear()

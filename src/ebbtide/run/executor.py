@@ -182,7 +182,7 @@ class Executor:
 
     def raise_level(self, level: int) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do."""
-        self.make_room(level - self.ledger.level["device"])
+        self.make_room(level - self.ledger.level["device"], rising=True)
         self.ledger.set_level("device", level)
 
     def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
@@ -266,6 +266,11 @@ class Executor:
 
     def bring(self, chunk: Chunk) -> None:
         """Makes the chunk's device copy valid and, for parameters, bound."""
+        if torch.is_inference_mode_enabled():
+            # What is made in inference mode could never be trained again.
+            with torch.inference_mode(False):
+                self.bring(chunk)
+            return
         if chunk.move is not None:
             self.store.turn_back(chunk)
         if not chunk.device_valid:
@@ -279,6 +284,8 @@ class Executor:
 
     def to_host(self, chunk: Chunk) -> None:
         """Makes the chunk's host copy valid and quiet, for an update on the host."""
+        if chunk.kind == "param":
+            self.data.notice_writes(chunk.index)
         if not chunk.host_valid and chunk.move is None:
             self._evict(chunk)
         self.store.settle(chunk, host=True)
@@ -315,7 +322,7 @@ class Executor:
 
     # -- room -----------------------------------------------------------------------------------------
 
-    def make_room(self, needed: int) -> None:
+    def make_room(self, needed: int, rising: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
         others = [peer for peer in self.peers if peer is not self]
         for attempt in ("leaving", "evict", "arriving", "evict"):
@@ -326,6 +333,16 @@ class Executor:
                 peer.give(attempt, short)
         short = needed - self.ledger.room("device")
         if short <= 0:
+            return
+        if (
+            self.plan is None
+            and not rising
+            and self.ledger.budgets["device"] - self.ledger.reserved["device"] >= needed
+        ):
+            # Without a plan the level is a share, not a prediction: what is in use goes before it.
+            self.ledger.set_level(
+                "device", self.ledger.budgets["device"] - self.ledger.reserved["device"] - needed
+            )
             return
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
         raise BudgetError(
@@ -374,6 +391,7 @@ class Executor:
 
     def _evict(self, chunk: Chunk) -> None:
         if chunk.kind == "param":
+            self.data.notice_writes(chunk.index)
             self.data.unbind(chunk.index)
         if not chunk.device_valid and chunk.move is None:
             self.store.drop(chunk, "device")

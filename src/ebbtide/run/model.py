@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ebbtide.errors import UnsupportedError
+from ebbtide.errors import StateError, UnsupportedError
 from ebbtide.intercept import ParameterRun
 from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
@@ -109,6 +109,7 @@ class ModelData:
         self.originals = [p.dtype for p in self.parameters]
         self.on_meta = [p.is_meta for p in self.parameters]
         self.bound = [False] * len(layout.chunks)
+        self._versions: list[int | None] = [None] * len(layout.chunks)
         self._starts = [[self.places[p].offset for p in group] for group in self.members]
         self._storages: dict[int, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
@@ -132,11 +133,13 @@ class ModelData:
         """Makes the chunk's parameters views of its device copy."""
         if self.bound[index]:
             return
+        self._refuse_lost_writes(index)
         chunk = self.parameter_chunk(index)
         view = chunk.view()
         for member in self.members[index]:
             place = self.places[member]
             self.parameters[member].data = view.as_strided(place.shape, place.stride, place.offset)
+        self._versions[index] = self._version(index)
         self._storages[view.untyped_storage()._cdata] = index
         chunk.aliases += len(self.members[index])
         self.bound[index] = True
@@ -152,12 +155,33 @@ class ModelData:
         del self._storages[chunk.device.untyped_storage()._cdata]
         chunk.aliases -= len(self.members[index])
         self.bound[index] = False
+        self._versions[index] = self._version(index)
+
+    def _version(self, index: int) -> int:
+        """Changes with every write in place to one of the chunk's parameters."""
+        return sum(self.parameters[member]._version for member in self.members[index])
+
+    def notice_writes(self, index: int) -> None:
+        """A write in place by the user makes the device copy the newest one."""
+        if self.bound[index] and self._version(index) != self._versions[index]:
+            self._versions[index] = self._version(index)
+            self.store.written(self.parameter_chunk(index), "device")
+
+    def _refuse_lost_writes(self, index: int) -> None:
+        known = self._versions[index]
+        if known is not None and self._version(index) != known:
+            self._versions[index] = self._version(index)
+            names = ", ".join(self.names[m] for m in self.members[index])
+            raise StateError(
+                f"one of {names} was written while its chunk was away, so the write is lost; write through "
+                "engine.weights(name, write=True)"
+            )
 
     def _placeholder(self, member: int) -> torch.Tensor:
         dtype = TORCH_DTYPES[self.layout.chunks[self.places[member].chunk].dtype]
         if dtype not in self._placeholders:
             device = self.store.backend.device
-            self._placeholders[dtype] = torch.full((1,), float("nan"), dtype=dtype, device=device)
+            self._placeholders[dtype] = torch.full((), float("nan"), dtype=dtype, device=device)
         return self._placeholders[dtype].expand(self.places[member].shape)
 
     def release_original(self, member: int) -> None:
@@ -200,6 +224,7 @@ class ModelData:
     def _copies(self, member: int) -> list[tuple[Chunk, str]]:
         """The parameter's chunk and, where it has one, its master's, each with the tier to use."""
         index = self.places[member].chunk
+        self.notice_writes(index)
         found = [self.store.chunks.get((kind, index)) for kind in ("param", "master")]
         copies = []
         for chunk in found:

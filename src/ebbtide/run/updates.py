@@ -52,6 +52,8 @@ class Updates:
         self.squares: list[Any] = [0.0] * len(data.parameters)
         self.homes: list[str] = []
         self.in_backward = in_backward
+        self.captured = 0
+        """Gradients taken since the beginning."""
         self.applied = 0
         """Updates applied during this backward pass (in-backward)."""
         self.taken: set[int] = set()
@@ -100,6 +102,7 @@ class Updates:
         if gradient is None or self.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
+        self.captured += 1
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         index = self.data.places[member].chunk
