@@ -31,8 +31,7 @@ def make() -> Any:
 
     yield build
     for engine in engines:
-        if engine._broken != "it was closed":
-            engine.close()
+        engine.close()
 
 
 def step(engine: ebbtide.Engine, number: int = 0, name: str = "gpt2") -> Any:

@@ -83,10 +83,13 @@ def test_the_sum_is_finite_exactly_if_every_element_is(dtype, bad):
     largest = torch.full((5000,), torch.finfo(dtype).max, dtype=dtype)
     for kernels in ALL.values():
         assert np.isfinite(float(kernels.sum_of_squares(largest)))
+        assert float(kernels.nonfinite(largest)) == float(kernels.nonfinite(-largest)) == 0.0
         for place in (0, 1030, 4999):
             x = torch.zeros(5000, dtype=dtype)
             x[place] = bad
             assert not np.isfinite(float(kernels.sum_of_squares(x)))
+            assert float(kernels.nonfinite(x)) != 0.0
+            assert float(kernels.nonfinite(torch.cat([largest.repeat(500), x]))) != 0.0
             assert not np.isfinite(float(kernels.capture(torch.zeros_like(x), x, True)))
 
 

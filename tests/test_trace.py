@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import ebbtide
 import zoo
@@ -62,3 +63,27 @@ def test_the_imagined_iteration_is_the_real_one(name: str, mode: str) -> None:
     assert imagined.arrivals == live[0].arrivals
     assert live[0].peak <= imagined.peak * 1.02 + 4096
     assert imagined.peak <= live[0].peak * 1.25
+
+
+class Counting(nn.Module):
+    """Writes a buffer and a tensor attribute in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+        self.calls = torch.zeros(2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.calls[0] += 1
+        return self.inner(x).float().sum()
+
+
+def test_an_imagined_pass_writes_nothing() -> None:
+    engine = ebbtide.initialize(Counting(), config_of(device={"memory": 100_000}))
+    engine.backward(engine(torch.randn(4, 32).bfloat16()))
+    assert engine._session.symbolic_note == ""
+    assert engine.module.seen == engine.module.calls[0] == 1
+    assert engine.module.inner[1].num_batches_tracked == 1
+    engine.close()

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from ebbtide.backend import Backend, open_backend
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, nearest
 from ebbtide.kernels import cpu_kernels, gpu_kernels
-from ebbtide.memory.ledger import Ledger
 from ebbtide.optimizer import EngineOptimizer
-from ebbtide.run.executor import Executor
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
-from ebbtide.run.setup import choose, resolve_budgets, signature_of
+from ebbtide.run.setup import choose, refuse_unbuilt, signature_of
+from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
 from ebbtide.state import values
 from ebbtide.state.module import guard
 from ebbtide.state.start import Start
@@ -41,18 +37,6 @@ class StepResult:
     grad_norm: float | None = None
     """Global norm of the mean gradient, before clipping; only with clipping or loss scaling."""
     loss_scale: float = 1.0
-
-
-@dataclass
-class Tiers:
-    """Memory that all engines of this process on one kind of device share."""
-
-    backend: Backend
-    ledger: Ledger
-    executors: WeakSet[Executor] = field(default_factory=WeakSet)
-
-
-_shared: dict[str, Tiers] = {}
 
 
 def initialize(
@@ -82,7 +66,7 @@ class Engine:
         weights: str | Path | None = None,
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
-        _refuse_unbuilt(config)
+        refuse_unbuilt(config)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
         if config.threads != "auto":
@@ -90,7 +74,7 @@ class Engine:
         self.config = config
         self.module = module
         self.steps = 0
-        tiers = tiers or _tiers(config)
+        tiers = tiers or shared_tiers(config)
         self._tiers = tiers
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
@@ -107,6 +91,7 @@ class Engine:
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self.optimizer = self._make_optimizer(param_groups)
         self._broken = ""
+        self._closed = False
         self._losses: list[torch.Tensor] = []
         self._stepping = False
 
@@ -306,7 +291,14 @@ class Engine:
     def loss_scale(self) -> float:
         return self._scaler.scale if self._scaler is not None else 1.0
 
+    def _open(self) -> Session:
+        """The session, for reading and writing values."""
+        if self._closed:
+            raise StateError("the engine is closed; initialize() another one")
+        return self._session
+
     def _check(self) -> None:
+        self._open()
         if self._broken:
             raise StateError(
                 f"the engine is partially stepped: {self._broken}. Load weights with load_state_dict()"
@@ -317,12 +309,14 @@ class Engine:
     @contextmanager
     def weights(self, *patterns: str, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
-        self._session.reclaim()
-        found = {name: values.load(self._session, name) for name in self._match(patterns)}
+        session = self._open()
+        session.reclaim()
+        found = {name: values.load(session, name) for name in self._match(patterns)}
         yield found
         if write:
+            self._open()
             for name, value in found.items():
-                values.save(self._session, name, value)
+                values.save(session, name, value)
 
     @contextmanager
     def gradients(self, *patterns: str) -> Iterator[dict[str, torch.Tensor]]:
@@ -331,18 +325,20 @@ class Engine:
             raise UnsupportedError(
                 'gradients are consumed in backward; use updates = "exact" to look at them'
             )
-        found = {name: values.gradient(self._session, name) for name in self._match(patterns)}
+        session = self._open()
+        found = {name: values.gradient(session, name) for name in self._match(patterns)}
         yield {name: value for name, value in found.items() if value is not None}
 
     @contextmanager
     def resident(self) -> Iterator[None]:
         """All parameters stay on the device: for generate() and evaluation."""
-        self._session.reclaim()
-        executor = self._session.executor
+        session = self._open()
+        session.reclaim()
+        executor = session.executor
         held = []
         try:
-            for index in range(len(self._session.layout.chunks)):
-                chunk = self._session.data.parameter_chunk(index)
+            for index in range(len(session.layout.chunks)):
+                chunk = session.data.parameter_chunk(index)
                 executor.hold(chunk)
                 held.append(chunk)
             yield
@@ -359,29 +355,33 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights (master precision) and buffers under the module's own keys, on the host."""
-        self._session.reclaim()
-        return values.state_dict(self._session)
+        session = self._open()
+        session.reclaim()
+        return values.state_dict(session)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes weights and buffers by name; every key must be there and no other."""
-        self._session.drop_gradients()
-        values.load_state_dict(self._session, state)
+        session = self._open()
+        self._clear()
+        values.load_state_dict(session, state)
         self._broken = ""
 
     def load_weights(self, folder: str | Path) -> None:
         """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
         are found right."""
+        session = self._open()
         files = WeightFiles(folder, self.module)
-        self._session.drop_gradients()
-        files.load(self._session)
+        self._clear()
+        files.load(session)
         self._broken = ""
 
     def weights_sha256(self) -> str:
         """Hash of the fp32 master weights in name order."""
-        self._session.reclaim()
+        session = self._open()
+        session.reclaim()
         digest = hashlib.sha256()
-        for name in sorted(values.names(self._session)):
-            value = values.load(self._session, name).contiguous()
+        for name in sorted(values.names(session)):
+            value = values.load(session, name).contiguous()
             digest.update(value.view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
@@ -420,48 +420,9 @@ class Engine:
 
     def close(self) -> None:
         """Gives all memory back. The module cannot be used afterwards."""
-        self._session.close()
-        self._broken = "it was closed"
+        if not self._closed:
+            self._closed = True
+            self._session.close()
 
 
-def open_tiers(config: Config) -> Tiers:
-    """Fresh tiers with the config's budgets."""
-    backend = open_backend(config.device.kind, config.poison)
-    budgets = resolve_budgets(config, backend)
-    backend.limit(budgets["device"])
-    return Tiers(backend, Ledger(budgets))
-
-
-def _tiers(config: Config) -> Tiers:
-    """The process's tiers for this kind of device: a second engine shares the first one's budgets."""
-    kind = config.device.kind
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    tiers = _shared.get(kind)
-    if tiers is not None and tiers.executors:
-        gc.collect()  # an engine that nobody holds any more gives its memory back
-    if tiers is None or not tiers.executors:
-        tiers = _shared[kind] = open_tiers(config)
-        return tiers
-    for tier, asked in (("device", config.device.memory), ("host", config.host.memory)):
-        if asked not in ("auto", tiers.ledger.budgets[tier]):
-            raise ConfigError(
-                f"{tier}.memory: another engine in this process has {tiers.ledger.budgets[tier]} bytes, this one asks "
-                f"for {asked}; engines on one device share a budget: use the same value or 'auto', or close the other"
-            )
-    return tiers
-
-
-def _refuse_unbuilt(config: Config) -> None:
-    if config.updates == "lock-free":
-        raise UnsupportedError('updates = "lock-free" is not built yet; use "exact" or "in-backward"')
-    if config.updates == "in-backward" and config.precision == "fp16":
-        raise UnsupportedError(
-            'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '
-            'updates = "exact"'
-        )
-    if config.ssd.memory != 0:
-        raise UnsupportedError("ssd.memory: the SSD tier is not built yet; set it to 0")
-
-
-__all__ = ["Engine", "StepResult", "initialize"]
+__all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers"]

@@ -17,7 +17,8 @@ _HUGE = 2 << 20
 
 def map_memory(count: int) -> torch.Tensor:
     """Fresh zeroed memory, in huge pages where it is large."""
-    memory = mmap.mmap(-1, max(count, 1))
+    # Private: the kernel has no huge pages for shared mappings unless an administrator asks for them.
+    memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if count >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=count)

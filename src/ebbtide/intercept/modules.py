@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,12 @@ def _refuse_copy(*_: Any) -> NoReturn:
         "a managed module cannot be copied or pickled: its weights are not all in one place. "
         "Use engine.state_dict() or engine.weights() for the values, or copy it before initialize()"
     )
+
+
+def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Parameter) -> None:
+    found = interceptor()
+    if found is not None:
+        found.observer.gradient(index)
 
 
 class ParameterTable(dict[str, Any]):
@@ -110,7 +117,8 @@ class Interceptor:
         may be switched on later."""
         for index, watched in enumerate(self._watched):
             if not watched and self._parameters[index].requires_grad:
-                hook = partial(self._gradient, index)
+                # Weak: the collector does not look into autograd, so a cycle through it would never be freed.
+                hook = partial(_arrived, weakref.ref(self), index)
                 self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
                 self._watched[index] = True
 
@@ -161,9 +169,6 @@ class Interceptor:
         self.observer.read(run, outside=False)
         self.active[run] += 1
         self._frames[-1].foreign.append(run)
-
-    def _gradient(self, index: int, parameter: nn.Parameter) -> None:
-        self.observer.gradient(index)
 
     @contextmanager
     def substituted(self, observer: Observer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

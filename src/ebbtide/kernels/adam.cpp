@@ -250,6 +250,13 @@ INLINE void squares(const Type *, void *destination, const void *source, double 
     }
 }
 
+// Whether any element has all bits of its exponent set: an infinity or a NaN.
+template <class Word> INLINE bool any_full(const Word *x, int64_t begin, int64_t end, Word exponent) {
+    Word full = 0;
+    for (int64_t i = begin; i < end; i++) full |= Word((x[i] & exponent) == exponent);
+    return full != 0;
+}
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default"))) PER_PROCESSOR void
@@ -306,6 +313,17 @@ SPLIT(fp16_alone, Rounded<Fp16>)
 DEEDS(bf16, Bf16)
 DEEDS(fp16, Fp16)
 DEEDS(fp32, Fp32)
+
+#define NONFINITE(type, Word, exponent)                                                              \
+    EXPORT nonfinite_##type(const void *x, int64_t *found, int64_t *next, int64_t n) {               \
+        for (Elements of(next, n); of.take();)                                                       \
+            if (any_full<Word>(static_cast<const Word *>(x), of.begin, of.end, exponent))            \
+                __atomic_store_n(found, 1, __ATOMIC_RELAXED);                                        \
+    }
+
+NONFINITE(bf16, uint16_t, 0x7f80u)
+NONFINITE(fp16, uint16_t, 0x7c00u)
+NONFINITE(fp32, uint32_t, 0x7f800000u)
 
 extern "C" {
 

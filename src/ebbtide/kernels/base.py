@@ -146,6 +146,9 @@ class Kernels(Protocol):
     def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
         """The same sum, of what is there already."""
 
+    def nonfinite(self, flat: Tensor) -> SupportsFloat:
+        """Not zero where an element is infinite or NaN: all that is asked where no norm is wanted."""
+
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         """Store fp32 numbers as parameter and master; without a master only the parameter, rounded."""
 

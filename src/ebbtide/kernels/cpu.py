@@ -25,7 +25,7 @@ from ebbtide.kernels.base import (
 from ebbtide.kernels.fallback import FallbackKernels, deliver
 from ebbtide.kernels.rule import Rule
 
-SHORT, SHORT_BYTES = 1 << 17, 1 << 21
+SHORT, SHORT_BYTES, SHORT_LOOK = 1 << 17, 1 << 21, 1 << 24
 """Up to this, waking a helper costs more than it saves."""
 
 Function = Callable[..., None]
@@ -69,6 +69,14 @@ class NativeKernels:
         require_vectors(flat)
         _require_cpu(flat)
         return self._sum("look", flat, None)
+
+    def nonfinite(self, flat: Tensor) -> float:
+        require_vectors(flat)
+        _require_cpu(flat)
+        found = ctypes.c_int64(0)
+        function = self._get(f"nonfinite_{TYPES[flat.dtype]}", 4)
+        self._run(function, (flat.data_ptr(), ctypes.addressof(found)), flat.numel(), SHORT_LOOK)
+        return float(found.value)
 
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         require_numbers(master32)

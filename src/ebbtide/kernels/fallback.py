@@ -49,6 +49,12 @@ class FallbackKernels:
         return total.item() if total.is_cpu else total
 
     @torch.no_grad()
+    def nonfinite(self, flat: Tensor) -> SupportsFloat:
+        require_vectors(flat)
+        found = flat.isfinite().logical_not().any().float()
+        return found.item() if found.is_cpu else found
+
+    @torch.no_grad()
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         require_numbers(master32)
         require_vectors(master32, parameter, master)

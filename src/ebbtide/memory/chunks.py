@@ -72,6 +72,9 @@ class Chunk:
 
     def slices(self, tier: str, offset: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(place in the range, flat tensor) for the elements [offset, offset + count) of a copy."""
+        if tier == "device":
+            yield 0, self.view()[offset : offset + count]
+            return
         for start, piece in self.pieces(tier):
             first = max(offset, start)
             last = min(offset + count, start + piece.numel())
@@ -84,6 +87,9 @@ def aligned(
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """The same elements of several chunks' copies, cut where any of them is cut: (place, flat tensors)."""
     parts = [list(chunk.slices(tier, offset, count)) for chunk, tier in copies]
+    if all(len(part) == 1 for part in parts):
+        yield 0, [part[0][1] for part in parts]
+        return
     borders = sorted({start for part in parts for start, _ in part} | {count})
     for first, last in pairwise(borders):
         row = []

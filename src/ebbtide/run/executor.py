@@ -324,6 +324,8 @@ class Executor:
 
     def make_room(self, needed: int, rising: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
+        if needed <= self.ledger.room("device"):
+            return
         others = [peer for peer in self.peers if peer is not self]
         for attempt in ("leaving", "evict", "arriving", "evict"):
             for peer in (*others, self):

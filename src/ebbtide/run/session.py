@@ -62,9 +62,13 @@ class Session:
             self.data, RULES[config.optimizer.name], kernels, [], config.updates == "in-backward"
         )
         self.updates.stop_nonfinite = config.nonfinite == "stop"
+        self.updates.norm_wanted = config.clip is not None or config.precision == "fp16"
         self.updates.add_chunks()
         self.executor = Executor(self.data, config.eviction, self.updates.capture)
         self.executor.reclaim = self.updates.reclaim
+        # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
+        self.updates.kept.enabled = backend.kind == "cpu" and ledger.budgets["host"] == 0
+        self.updates.kept.claimed = self._claim
         self.updates.executor = self.executor
         self.executor.peers = peers
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
@@ -275,6 +279,11 @@ class Session:
         self.backend.watch(self._meter)
         self._recorder = Recorder(signature, self._meter, fixed)
 
+    def _claim(self, storage: int) -> None:
+        """A gradient is kept as it is: no longer non-model data."""
+        if isinstance(self._meter, StorageMeter):
+            self._meter.disown(storage)
+
     def _is_model_data(self, storage: int) -> bool:
         return self.backend.owns(storage) or storage in self.unmanaged.storages
 
@@ -391,6 +400,7 @@ class Session:
 
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
+        self.updates.kept.clear()
         self.interceptor.remove()
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)

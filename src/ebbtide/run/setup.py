@@ -11,7 +11,7 @@ from torch import nn
 
 from ebbtide.backend import Backend
 from ebbtide.config import Config
-from ebbtide.errors import BudgetError, ConfigError, nearest
+from ebbtide.errors import BudgetError, ConfigError, UnsupportedError, nearest
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.hosted import find_hosted
 from ebbtide.run.model import COMPUTE_DTYPES, refuse_parameter
@@ -138,3 +138,15 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: 
     add(args)
     add(kwargs)
     return "|".join(parts)
+
+
+def refuse_unbuilt(config: Config) -> None:
+    if config.updates == "lock-free":
+        raise UnsupportedError('updates = "lock-free" is not built yet; use "exact" or "in-backward"')
+    if config.updates == "in-backward" and config.precision == "fp16":
+        raise UnsupportedError(
+            'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '
+            'updates = "exact"'
+        )
+    if config.ssd.memory != 0:
+        raise UnsupportedError("ssd.memory: the SSD tier is not built yet; set it to 0")

@@ -19,7 +19,8 @@ from ebbtide.errors import NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.memory.chunks import Chunk, aligned
 from ebbtide.run.executor import Executor
-from ebbtide.run.model import ModelData, laid_like
+from ebbtide.run.kept import KeptGradients
+from ebbtide.run.model import ModelData, dense, laid_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,10 @@ class Updates:
         """Parameters whose space holds their gradient."""
         self.take_over = False
         self.stop_nonfinite = True
+        self.norm_wanted = True
         self.scale = 1.0
         """What gradients are multiplied with in in-backward updates."""
+        self.kept = KeptGradients(data.store.ledger)
         self.executor: Executor | None = None
         self._states = ("master", *rule.states)
 
@@ -119,9 +122,16 @@ class Updates:
             self._apply_chunk(index)
 
     def _hold(self, member: int, gradient: torch.Tensor) -> None:
-        """Copies or adds a gradient into the chunk that holds it until the update."""
+        """Copies or adds a gradient into the chunk that holds it until the update, or keeps it as it is."""
         executor = self._executor()
         place = self.data.places[member]
+        if member in self.kept:
+            self.squares[member] = self.kernels["device"].capture(self.kept[member], gradient, True)
+            self.arrived[member] += 1
+            return
+        if self.kept.enabled and not self.take_over and not self.arrived[member]:
+            self._keep(member, gradient)
+            return
         chunk = self._gradient_chunk(member)
         if chunk.free:
             executor.make_room(self.store.room_needed(chunk, "device"))
@@ -136,6 +146,18 @@ class Updates:
             self.arrived[member] += 1
         finally:
             chunk.pins -= 1
+
+    def _keep(self, member: int, gradient: torch.Tensor) -> None:
+        place = self.data.places[member]
+        dtype = self.data.parameter_chunk(place.chunk).dtype
+        self._executor().make_room(place.numel * dtype.itemsize)
+        kept = self.kept.keep(member, gradient, place.shape, place.stride, dtype)
+        kernels = self.kernels["device"]
+        if self.norm_wanted:
+            self.squares[member] = kernels.sum_of_squares(dense(kept))
+        else:
+            self.squares[member] = math.nan if kernels.nonfinite(dense(kept)) else 0.0
+        self.arrived[member] = 1
 
     def _gradient_chunk(self, member: int) -> Chunk:
         index = self.data.places[member].chunk
@@ -193,6 +215,7 @@ class Updates:
         """Forgets the gradients; parameters whose space they took come back from the master."""
         self._restore([m for m in self.taken if self.arrived[m]])
         self.taken.clear()
+        self.kept.clear()
         for index in {self.data.places[m].chunk for m, count in enumerate(self.arrived) if count}:
             chunk = self.store.chunks["grad", index]
             self.store.free(chunk)
@@ -207,7 +230,8 @@ class Updates:
         states = self.state_chunks(index)
         executor = self._executor()
         taken = [m for m in members if m in self.taken]
-        own = [m for m in members if m not in self.taken]
+        alone = [m for m in members if m in self.kept]
+        own = [m for m in members if m not in self.taken and m not in self.kept]
         sources = [(param, taken)] if taken else []
         sources += [(grad, own)] if own else []
         self._place(param, tier)
@@ -220,6 +244,9 @@ class Updates:
                 finally:
                     if source is not param:
                         self._unplace(source, tier)
+            for member in alone:
+                self._run_alone(tier, member, dense(self.kept[member]), scale)
+                self.kept.drop(member)
             self.store.written(param, tier)
         finally:
             self._unplace(param, tier)
@@ -256,6 +283,22 @@ class Updates:
                 operands = Operands(parameter, gradient, master, tuple(rest))
                 kernels.update(self.rule, operands, segment.coefficients)
 
+    def _run_alone(self, tier: str, member: int, gradient: torch.Tensor, scale: float) -> None:
+        """Updates one parameter from a gradient that lies by itself, flat and in storage order."""
+        place = self.data.places[member]
+        states = self.state_chunks(place.chunk)
+        for state in states:
+            if state.free:
+                self._executor().allocate(state, tier)
+        [segment] = self.segments([member], scale)
+        copies = [(chunk, tier) for chunk in (self.data.parameter_chunk(place.chunk), *states)]
+        for start, row in aligned(copies, place.offset, place.numel):
+            parameter, *rest = row
+            master = rest.pop(0) if states[0].kind == "master" else None
+            part = gradient[start : start + parameter.numel()]
+            operands = Operands(parameter, part, master, tuple(rest))
+            self.kernels[tier].update(self.rule, operands, segment.coefficients)
+
     def segments(self, members: Sequence[int], scale: float) -> Iterator[Segment]:
         """Neighbouring parameters with the same settings and step become one segment."""
         open_: Segment | None = None
@@ -281,25 +324,13 @@ class Updates:
         executor = self._executor()
         place = self.data.places[member]
         param = self.data.parameter_chunk(place.chunk)
-        states = self.state_chunks(place.chunk)
         executor.hold(param)
         try:
             flat = laid_like(gradient, place.shape, place.stride, param.dtype)
-            kernels = self.kernels["device"]
-            self.squares[member] = kernels.sum_of_squares(flat)
+            self.squares[member] = self.kernels["device"].sum_of_squares(flat)
             self._refuse_nonfinite(member)
-            for state in states:
-                if state.free:
-                    executor.allocate(state, "device")
             self.steps[member] += 1
-            [segment] = self.segments([member], self.scale)
-            for start, row in aligned([(c, "device") for c in (param, *states)], place.offset, place.numel):
-                parameter, *rest = row
-                master = rest.pop(0) if states[0].kind == "master" else None
-                part = flat[start : start + parameter.numel()]
-                kernels.update(
-                    self.rule, Operands(parameter, part, master, tuple(rest)), segment.coefficients
-                )
+            self._run_alone("device", member, flat, self.scale)
             self.store.written(param, "device")
         finally:
             param.pins -= 1

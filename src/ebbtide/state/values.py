@@ -57,6 +57,8 @@ def gradient(session: Session, name: str) -> torch.Tensor | None:
     updates = session.updates
     if not updates.arrived[member]:
         return None
+    if member in updates.kept:
+        return updates.kept[member].to("cpu", torch.float32, copy=True).div_(session.config.accumulate)
     place = session.data.places[member]
     chunk = session.store.chunks["param" if member in updates.taken else "grad", place.chunk]
     session.store.settle(chunk, host=True)

@@ -50,6 +50,13 @@ class StorageMeter(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self._note(value)
 
+    def disown(self, storage: int) -> None:
+        """The storage has become model data."""
+        found = self._refs.pop(storage, None)
+        known = found() if found is not None else None
+        if known is not None:
+            self._alive -= known.nbytes()
+
     def _note(self, tensor: torch.Tensor) -> None:
         try:
             storage = tensor.untyped_storage()

@@ -147,12 +147,13 @@ def trace_symbolically(
             fake.append(tensor)
             storage, flat = tensor.untyped_storage(), tensor.detach()
             weights[storage._cdata] = _Weight(run, storage, flat, use_count(storage))
-    meter = StorageMeter(weights.__contains__)
+    kept: set[int] = set()
+    meter = StorageMeter(lambda storage: storage in weights or storage in kept)
     recorder = Recorder(signature, meter, fixed, source="symbolic")
     observer = SymbolicObserver(recorder, weights)
     hooks = _hooked(fake, observer)
     with (
-        _unchanged(module),
+        _unchanged(module, mode, kept),
         substituted(observer, fake),
         hooks,
         mode,
@@ -175,12 +176,20 @@ def use_count(storage: torch.UntypedStorage) -> int:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def _unchanged(module: nn.Module, mode: FakeTensorMode, kept: set[int]) -> Iterator[None]:
     """Fake tensors must not stay behind: not in gradients of unmanaged parameters, nor where a forward keeps
-    something on its module."""
+    something on its module. Nor must the pass write: an operator that is given real tensors only (a counter of
+    batches) runs for real under a fake mode, so buffers and tensors that modules keep are fake ones, too;
+    their storages go to `kept`."""
     gradients = [(p, p.grad) for p in module.parameters()]
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
     try:
+        for child in module.modules():
+            for place in (child._buffers, child.__dict__):
+                for name, value in place.items():
+                    if isinstance(value, torch.Tensor):
+                        place[name] = fake = mode.from_tensor(value)
+                        kept.add(fake.untyped_storage()._cdata)
         yield
     finally:
         for parameter, gradient in gradients:

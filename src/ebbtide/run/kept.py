@@ -1,0 +1,75 @@
+"""Gradients that stay where autograd made them until the update.
+
+Where nothing can leave the device, a chunk for gradients would only cost a copy: a gradient is kept as the
+tensor that it came as, reserved in the ledger like any chunk. A tensor that anyone else looks at, or that is
+laid out otherwise than its parameter, is copied all the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.memory.ledger import Ledger
+
+
+def _users(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+class KeptGradients:
+    def __init__(self, ledger: Ledger) -> None:
+        self.enabled = False
+        self.claimed: Callable[[int], None] = lambda storage: None
+        """Told of each storage that is model data from now on."""
+        self._ledger = ledger
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._alone = _users(torch.empty(1))
+        weakref.finalize(self, _give_up, ledger, self._tensors)
+
+    def __contains__(self, member: int) -> bool:
+        return member in self._tensors
+
+    def __getitem__(self, member: int) -> torch.Tensor:
+        return self._tensors[member]
+
+    def keep(
+        self,
+        member: int,
+        gradient: torch.Tensor,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The gradient as it is kept. There must be room for it on the device."""
+        nbytes = gradient.numel() * dtype.itemsize
+        as_it_is = (
+            gradient.dtype == dtype
+            and tuple(gradient.stride()) == stride
+            and gradient.untyped_storage().nbytes() == nbytes
+            and _users(gradient) == self._alone
+        )
+        if not as_it_is:
+            gradient = torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device).copy_(gradient)
+        self._ledger.reserve("device", "grad", nbytes)
+        self._tensors[member] = gradient
+        self.claimed(gradient.untyped_storage()._cdata)
+        return gradient
+
+    def drop(self, member: int) -> None:
+        self._ledger.release("device", "grad", _bytes(self._tensors.pop(member)))
+
+    def clear(self) -> None:
+        _give_up(self._ledger, self._tensors)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _give_up(ledger: Ledger, tensors: dict[int, torch.Tensor]) -> None:
+    while tensors:
+        _, tensor = tensors.popitem()
+        ledger.release("device", "grad", _bytes(tensor))

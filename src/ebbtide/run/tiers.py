@@ -1,0 +1,56 @@
+"""The memory that engines share: one back end and one ledger for each kind of device in the process."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import torch
+
+from ebbtide.backend import Backend, open_backend
+from ebbtide.config import Config
+from ebbtide.errors import ConfigError
+from ebbtide.memory.ledger import Ledger
+from ebbtide.run.executor import Executor
+from ebbtide.run.setup import resolve_budgets
+
+
+@dataclass
+class Tiers:
+    """Memory that all engines of this process on one kind of device share."""
+
+    backend: Backend
+    ledger: Ledger
+    executors: WeakSet[Executor] = field(default_factory=WeakSet)
+
+
+_shared: dict[str, Tiers] = {}
+
+
+def open_tiers(config: Config) -> Tiers:
+    """Fresh tiers with the config's budgets."""
+    backend = open_backend(config.device.kind, config.poison)
+    budgets = resolve_budgets(config, backend)
+    backend.limit(budgets["device"])
+    return Tiers(backend, Ledger(budgets))
+
+
+def shared_tiers(config: Config) -> Tiers:
+    """The process's tiers for this kind of device: a second engine shares the first one's budgets."""
+    kind = config.device.kind
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    tiers = _shared.get(kind)
+    if tiers is not None and tiers.executors:
+        gc.collect()  # an engine that nobody holds any more gives its memory back
+    if tiers is None or not tiers.executors:
+        tiers = _shared[kind] = open_tiers(config)
+        return tiers
+    for tier, asked in (("device", config.device.memory), ("host", config.host.memory)):
+        if asked not in ("auto", tiers.ledger.budgets[tier]):
+            raise ConfigError(
+                f"{tier}.memory: another engine in this process has {tiers.ledger.budgets[tier]} bytes, this one asks "
+                f"for {asked}; engines on one device share a budget: use the same value or 'auto', or close the other"
+            )
+    return tiers
