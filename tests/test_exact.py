@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import zoo
+from ebbtide.kernels import FallbackKernels
 from harness import config_of, expected, facts, least_budget, run, with_budget
 
 MODES = ("none", "non-reentrant", "reentrant")
@@ -81,6 +82,20 @@ def test_static_partition(name: str) -> None:
     check(name, "none", STEPS, config, peak + 2 * parameters)
 
 
+@pytest.mark.parametrize("change", ["split", "separate", "in-backward", "fp32"])
+@pytest.mark.parametrize("name", ["gpt2", "attention"])
+def test_without_a_compiler(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fallback kernels, through the engine."""
+    used = []
+    fallback = FallbackKernels()
+    monkeypatch.setattr("ebbtide.engine.cpu_kernels", lambda: used.append(fallback) or fallback)
+    config = config_of(**CHANGES.get(change, {}))
+    peak, model_data, _ = facts(name, "none", config)
+    check(name, "none", STEPS, config, None)
+    check(name, "none", STEPS, config, peak + model_data // 4)
+    assert used
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("change", ["plain", *CHANGES])
 @pytest.mark.parametrize("mode", MODES)
@@ -94,3 +109,16 @@ def test_everything(name: str, mode: str, change: str) -> None:
         stats = check(name, mode, 20, config, budget)
         if budget < parameters:
             assert stats["moved_bytes"]["host_to_device"] > 0
+    if change == "plain":
+        budget, done = least_budget(name, mode, 20, config)
+        assert (done.sha, tuple(done.losses)) == expected(name, mode, 20)
+        assert done.counted <= budget
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_static_everywhere(name: str, mode: str) -> None:
+    config = config_of(placement="static")
+    peak, _, parameters = facts(name, mode, config)
+    check(name, mode, 20, config, peak + 2 * parameters)
