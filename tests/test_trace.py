@@ -87,3 +87,14 @@ def test_an_imagined_pass_writes_nothing() -> None:
     assert engine.module.seen == engine.module.calls[0] == 1
     assert engine.module.inner[1].num_batches_tracked == 1
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "attention"])
+def test_gradients_that_stay_where_they_came_are_model_data(name: str) -> None:
+    """Everything resident: the trace's peaks do not depend on whether gradients are copied into chunks."""
+    peaks = []
+    for host in ("0", "auto"):
+        _, [*_, record] = records(name, "none", device={"memory": "1GB"}, host={"memory": host})
+        peaks.append([moment.peak for moment in record.moments])
+    for kept, copied in zip(*peaks, strict=True):
+        assert abs(kept - copied) <= max(TOLERANCE * copied, 4096)

@@ -26,6 +26,7 @@ class KeptGradients:
         """Told of each storage that is model data from now on."""
         self._ledger = ledger
         self._tensors: dict[int, torch.Tensor] = {}
+        self._storages: set[int] = set()
         self._alone = _users(torch.empty(1))
         weakref.finalize(self, _give_up, ledger, self._tensors)
 
@@ -34,6 +35,9 @@ class KeptGradients:
 
     def __getitem__(self, member: int) -> torch.Tensor:
         return self._tensors[member]
+
+    def owns(self, storage: int) -> bool:
+        return storage in self._storages
 
     def keep(
         self,
@@ -55,13 +59,18 @@ class KeptGradients:
             gradient = torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device).copy_(gradient)
         self._ledger.reserve("device", "grad", nbytes)
         self._tensors[member] = gradient
-        self.claimed(gradient.untyped_storage()._cdata)
+        storage = gradient.untyped_storage()._cdata
+        self._storages.add(storage)
+        self.claimed(storage)
         return gradient
 
     def drop(self, member: int) -> None:
-        self._ledger.release("device", "grad", _bytes(self._tensors.pop(member)))
+        tensor = self._tensors.pop(member)
+        self._storages.discard(tensor.untyped_storage()._cdata)
+        self._ledger.release("device", "grad", _bytes(tensor))
 
     def clear(self) -> None:
+        self._storages.clear()
         _give_up(self._ledger, self._tensors)
 
 

@@ -285,7 +285,11 @@ class Session:
             self._meter.disown(storage)
 
     def _is_model_data(self, storage: int) -> bool:
-        return self.backend.owns(storage) or storage in self.unmanaged.storages
+        return (
+            self.backend.owns(storage)
+            or storage in self.unmanaged.storages
+            or self.updates.kept.owns(storage)
+        )
 
     def _imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
