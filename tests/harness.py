@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 import ebbtide
@@ -39,6 +39,13 @@ class Count(TorchDispatchMode):
                 self._see(tensor)
         self.peak = max(self.peak, self.total + self.backend.held()["device"])
         return out
+
+    def given(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch that a loader has made: what it took to make it is the loader's."""
+        for value in batch.values():
+            self._see(value)
+        self.peak = max(self.peak, self.total + self.backend.held()["device"])
+        return batch
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -107,7 +114,9 @@ def run(name: str, checkpointing: str, steps: int, config: dict[str, Any]) -> Ru
         losses: list[float] = []
         with Count(engine) as count:
             for step in range(steps * accumulate):
-                batch = batch_of(name, step, dtype, engine.device)
+                with _disable_current_modes():
+                    batch = batch_of(name, step, dtype, engine.device)
+                count.given(batch)
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()

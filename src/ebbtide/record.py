@@ -59,6 +59,9 @@ class Record:
     fixed: int = 0
     """Bytes of unmanaged parameters and buffers, in every moment's peak."""
     source: str = "live"
+    between: int = 0
+    """Bytes of non-model data from the end of the pass to the next: what the loop still holds, and its next
+    input."""
 
     @property
     def peak(self) -> int:

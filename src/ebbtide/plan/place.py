@@ -209,9 +209,10 @@ def _plan_with(shape: ModelShape, record: Record, settings: Settings, device: fr
 
 def _levels(shape: ModelShape, record: Record, settings: Settings) -> tuple[int, ...]:
     once = [moment.peak for moment in record.moments]
-    updates = [0] if settings.in_backward else [0] * len(shape.state_bytes)
-    level = once[-1] if once else record.fixed
-    return tuple(level + SCALARS for level in (*once * settings.accumulate, *(level for _ in updates)))
+    if once:
+        once[-1] = max(once[-1], record.between)  # its level stays until the next pass begins
+    updates = 1 if settings.in_backward else len(shape.state_bytes)
+    return tuple(level + SCALARS for level in (*once * settings.accumulate, *[record.between] * updates))
 
 
 def _least(levels: Sequence[int], sizes: Sequence[int], uses: Sequence[Use]) -> int:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from ebbtide.backend import Backend
 from ebbtide.config import Config
@@ -33,7 +34,7 @@ from ebbtide.run.traces import Known, Traces
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
 from ebbtide.tracing.live import Recorder
-from ebbtide.tracing.meter import AllocatorMeter, StorageMeter
+from ebbtide.tracing.meter import AllocatorMeter, StorageMeter, storage_bytes
 from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
 
 
@@ -277,7 +278,12 @@ class Session:
             self._meter.note((args, kwargs))
             fixed = self.unmanaged.fixed_bytes()
         self.backend.watch(self._meter)
-        self._recorder = Recorder(signature, self._meter, fixed)
+        inputs = storage_bytes(
+            value
+            for value in tree_iter((args, kwargs))
+            if isinstance(value, torch.Tensor) and value.device == self.backend.device
+        )
+        self._recorder = Recorder(signature, self._meter, fixed, inputs)
 
     def _claim(self, storage: int) -> None:
         """A gradient is kept as it is: no longer non-model data."""

@@ -14,11 +14,13 @@ class Recorder:
         signature: str,
         meter: Meter,
         fixed: int,
+        inputs: int,
         source: str = "live",
     ) -> None:
         self._signature = signature
         self._meter = meter
         self._fixed = fixed
+        self._inputs = inputs
         self._source = source
         self._moments: list[tuple[int, int, float]] = []
         self._accesses: list[Access] = []
@@ -61,4 +63,7 @@ class Recorder:
             self.end(run)
         moments = tuple(Moment(what, peak + self._fixed, seconds) for what, peak, seconds in self._moments)
         accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))
-        return Record(self._signature, moments, accesses, tuple(self._arrivals), self._fixed, self._source)
+        between = self._fixed + self._meter.alive() + self._inputs
+        return Record(
+            self._signature, moments, accesses, tuple(self._arrivals), self._fixed, self._source, between
+        )

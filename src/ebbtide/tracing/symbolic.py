@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from ebbtide.intercept import Unit
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
 from ebbtide.tracing.live import Recorder
-from ebbtide.tracing.meter import StorageMeter
+from ebbtide.tracing.meter import StorageMeter, storage_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ def trace_symbolically(
             weights[storage._cdata] = _Weight(run, storage, flat, use_count(storage))
     kept: set[int] = set()
     meter = StorageMeter(lambda storage: storage in weights or storage in kept)
-    recorder = Recorder(signature, meter, fixed, source="symbolic")
+    inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
+    recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
     observer = SymbolicObserver(recorder, weights)
     hooks = _hooked(fake, observer)
     with (
