@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.bench.steps import Ours, Plain, median_ratio, race
+from ebbtide.bench.steps import Ours, Plain, drawn_quickly, median_ratio, race
 from ebbtide.kernels import ADAMW, Operands, cpu_kernels, gpu_kernels
 from ebbtide.models import spec_of
 
@@ -135,7 +135,8 @@ def offload(left: float) -> dict[str, Any]:
     """7B under a 24 GB device budget: seconds a step and what moved."""
     torch.cuda.empty_cache()
     spec = gpt(34, 4096)
-    ours = Ours(spec, batch(4, 1024), {"clip": 1.0, "device": {"memory": "24GB"}}, checkpoint=True)
+    config = {"clip": 1.0, "device": {"memory": "24GB"}}
+    ours = Ours(spec, batch(4, 1024), config, checkpoint=True, module=drawn_quickly(spec))
     begin = time.perf_counter()
     try:
         seconds: list[float] = []

@@ -25,12 +25,23 @@ def tokens(model: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def built(model: str | ModelSpec, checkpoint: bool = False) -> nn.Module:
-    spec = find_model(model) if isinstance(model, str) else model
-    module = spec.build(0)
-    if checkpoint:
-        module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+def drawn_quickly(spec: ModelSpec) -> nn.Module:
+    """Weights for timing: a million random numbers, over and over. Drawing 7 billion takes longer than the steps."""
+    with torch.device("meta"):
+        module = spec.build(0)
+    if any(True for _ in module.buffers()):
+        return spec.build(0)  # what buffers hold is only known to their constructors
+    module.to_empty(device="cpu")
+    noise = 0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            for part in parameter.view(-1).split(noise.numel()):
+                part.copy_(noise[: part.numel()])
     return module
+
+
+def built(model: str | ModelSpec) -> nn.Module:
+    return (find_model(model) if isinstance(model, str) else model).build(0)
 
 
 class Plain:
@@ -68,8 +79,12 @@ class Ours:
         batch: Mapping[str, torch.Tensor],
         config: Mapping[str, Any],
         checkpoint: bool = False,
+        module: nn.Module | None = None,
     ) -> None:
-        module = built(model, checkpoint)
+        """`module`, where it is at hand, goes before one with drawn weights."""
+        module = module or built(model)
+        if checkpoint:
+            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         settings = Config.read({"optimizer": {"lr": LR}, **config})
         self.engine = Engine(module, settings, tiers=open_tiers(settings))
         device = self.engine.device
