@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 import reference
 from ebbtide.engine import Engine, open_tiers
-from ebbtide.errors import StateError
+from ebbtide.errors import StateError, UnsupportedError
 from harness import LR, config_of
 from zoo import Loss
 
@@ -264,6 +264,29 @@ def test_training_while_resident(make: Any) -> None:
             engine.backward(engine(**batch(number)).loss)
             engine.step()
     assert engine.weights_sha256() == plain(Net, 4)
+
+
+class Compiled(Net):
+    """Each layer is compiled; the backend runs the traced graph with eager operators, so bits can be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.compile(backend="aot_eager")
+
+
+def test_compiled_modules(make: Any) -> None:
+    engine = make(Compiled, **PLACES["tight"])
+    assert train(engine, 4) == plain(Net, 4)
+    assert engine.stats()["moved_bytes"]["host_to_device"] > 0
+
+
+def test_graph_capture_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(Net)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="CUDA graph"):
+        engine(**batch(0))
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -131,6 +131,11 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients enabled it is a training pass, traced and planned."""
         self._check()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a CUDA graph is being captured: chunks move between replays, which a graph cannot follow. Run the "
+                'engine outside torch.cuda.graph(), and torch.compile without mode="reduce-overhead"'
+            )
         session = self._session
         session.reclaim()
         if not torch.is_grad_enabled():
