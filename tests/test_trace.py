@@ -8,7 +8,7 @@ from torch import nn
 
 import ebbtide
 import zoo
-from ebbtide.record import Record
+from ebbtide.record import ATTENTION, MATMUL, Record
 from harness import config_of
 
 TOLERANCE = 0.01
@@ -98,3 +98,30 @@ def test_gradients_that_stay_where_they_came_are_model_data(name: str) -> None:
         peaks.append([moment.peak for moment in record.moments])
     for kept, copied in zip(*peaks, strict=True):
         assert abs(kept - copied) <= max(TOLERANCE * copied, 4096)
+
+
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+def test_what_operators_cost(mode: str) -> None:
+    """Imagined and live alike, and as the closed form has it: six for a weight and a token, eight where forward
+    runs twice; and attention."""
+    imagined, [*_, live] = records("gpt2", mode, device={"memory": "2MB"})
+    assert imagined is not None
+    for one, other in zip(imagined.moments, live.moments, strict=True):
+        counts = [[(w.kind, w.flops) for w in m.work if w.flops] for m in (one, other)]
+        assert counts[0] == counts[1]
+    touched = [sum(w.bytes for m in record.moments for w in m.work) for record in (imagined, live)]
+    assert touched[0] == pytest.approx(touched[1], rel=0.05)  # masks are made by other operators
+    model = zoo.build("gpt2")
+    rows, length = zoo.ZOO["gpt2"].batch(0)["input_ids"].shape
+    layers = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
+    inside = sum(p.numel() for p in layers)
+    times = 6 if mode == "none" else 8
+    matmul = times * rows * length * inside + 6 * rows * length * model.lm_head.weight.numel()
+    works = [work for moment in live.moments for work in moment.work]
+    assert sum(w.flops for w in works if w.kind == MATMUL) == matmul
+    width, depth = model.config.n_embd, model.config.n_layer
+    attention = (4 + 10 + (4 if mode != "none" else 0)) * rows * length * length * width * depth
+    assert sum(w.flops for w in works if w.kind == ATTENTION) == attention
+    assert live.flops == matmul + attention
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    assert sum(w.bytes for w in works) > 3 * weights

@@ -14,13 +14,27 @@ def event(phase: int, subject: int) -> int:
     return subject * 4 + phase
 
 
+MATMUL, ATTENTION, CONVOLUTION, OTHER = "matmul", "attention", "convolution", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator does, on whatever machine."""
+
+    kind: str
+    flops: int
+    bytes: int
+    """Read and written, each operand once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     event: int
     peak: int
     """Bytes of non-model data on the device, the most inside the moment."""
     host_seconds: float = 0.0
-    device_seconds: float = 0.0
+    work: tuple[Work, ...] = ()
+    """By operator; empty where the operators were not seen (a live trace on a GPU)."""
 
     @property
     def phase(self) -> int:
@@ -62,6 +76,10 @@ class Record:
     between: int = 0
     """Bytes of non-model data from the end of the pass to the next: what the loop still holds, and its next
     input."""
+
+    @property
+    def flops(self) -> int:
+        return sum(work.flops for moment in self.moments for work in moment.work)
 
     @property
     def peak(self) -> int:

@@ -22,27 +22,32 @@ class Recorder:
         self._fixed = fixed
         self._inputs = inputs
         self._source = source
-        self._moments: list[tuple[int, int, float]] = []
+        self._moments: list[Moment] = []
+        self._event = -1
+        self._start = 0.0
         self._accesses: list[Access] = []
         self._arrivals: list[Arrival] = []
         self._open: dict[int, tuple[int, int]] = {}
         meter.take_peak()
+        meter.take_work()
 
     @property
     def index(self) -> int:
         """The moment that runs now; -1 before the first."""
-        return len(self._moments) - 1
+        return len(self._moments) - (self._event < 0)
 
     def moment(self, what: int) -> None:
         """A new moment starts."""
         self._close()
-        self._moments.append((what, 0, time.perf_counter()))
+        self._event, self._start = what, time.perf_counter()
 
     def _close(self) -> None:
-        peak = self._meter.take_peak()
-        if self._moments:
-            what, _, start = self._moments[-1]
-            self._moments[-1] = (what, peak, time.perf_counter() - start)
+        """The moment that runs now is over."""
+        seconds = time.perf_counter() - self._start
+        peak, work = self._meter.take_peak() + self._fixed, self._meter.take_work()
+        if self._event >= 0:
+            self._moments.append(Moment(self._event, peak, seconds, work))
+            self._event = -1
 
     def begin(self, run: int, phase: int) -> None:
         self._open[run] = (self.index, phase)
@@ -61,9 +66,14 @@ class Recorder:
         self._close()
         for run in list(self._open):
             self.end(run)
-        moments = tuple(Moment(what, peak + self._fixed, seconds) for what, peak, seconds in self._moments)
         accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))
         between = self._fixed + self._meter.alive() + self._inputs
         return Record(
-            self._signature, moments, accesses, tuple(self._arrivals), self._fixed, self._source, between
+            self._signature,
+            tuple(self._moments),
+            accesses,
+            tuple(self._arrivals),
+            self._fixed,
+            self._source,
+            between,
         )

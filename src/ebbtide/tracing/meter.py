@@ -16,12 +16,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ebbtide.record import Work
+from ebbtide.tracing.cost import work_of
+
 
 class Meter(Protocol):
     def take_peak(self) -> int:
         """The most bytes alive since the last call."""
 
     def alive(self) -> int: ...
+
+    def take_work(self) -> tuple[Work, ...]:
+        """What operators did since the last call, where they are seen."""
 
 
 class StorageMeter(TorchDispatchMode):
@@ -35,9 +41,14 @@ class StorageMeter(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
         self._alive = 0
         self._peak = 0
+        self._work: list[Work] = []
+        self._known: dict[Work, Work] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        work = work_of(func, args, kwargs or {}, out)
+        if work is not None:
+            self._work.append(self._known.setdefault(work, work))
         if isinstance(out, torch.Tensor):
             self._note(out)
         elif out is not None:
@@ -83,6 +94,10 @@ class StorageMeter(TorchDispatchMode):
     def alive(self) -> int:
         return self._alive
 
+    def take_work(self) -> tuple[Work, ...]:
+        work, self._work = tuple(self._work), []
+        return work
+
 
 class AllocatorMeter:
     """CUDA: what the caching allocator counts, less our chunks."""
@@ -109,6 +124,9 @@ class AllocatorMeter:
 
     def alive(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._ours()
+
+    def take_work(self) -> tuple[Work, ...]:
+        return ()
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
