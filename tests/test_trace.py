@@ -110,13 +110,17 @@ def test_what_operators_cost(mode: str) -> None:
         counts = [[(w.kind, w.flops) for w in m.work if w.flops] for m in (one, other)]
         assert counts[0] == counts[1]
     touched = [sum(w.bytes for m in record.moments for w in m.work) for record in (imagined, live)]
-    assert touched[0] == pytest.approx(touched[1], rel=0.05)  # masks are made by other operators
+    # Masks are made by other operators, and a fake `zeros` is one where the real one is two.
+    assert touched[0] == pytest.approx(touched[1], rel=0.1)
     model = zoo.build("gpt2")
     rows, length = zoo.ZOO["gpt2"].batch(0)["input_ids"].shape
     layers = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
     inside = sum(p.numel() for p in layers)
-    times = 6 if mode == "none" else 8
-    matmul = times * rows * length * inside + 6 * rows * length * model.lm_head.weight.numel()
+    tokens = rows * length
+    matmul = (6 if mode == "none" else 8) * tokens * inside + 6 * tokens * model.lm_head.weight.numel()
+    if mode == "non-reentrant":  # it stops when it has what it wants, before a block's last product
+        last = [p for name, p in model.named_parameters() if name.endswith("mlp.c_proj.weight")]
+        matmul -= 2 * tokens * sum(p.numel() for p in last)
     works = [work for moment in live.moments for work in moment.work]
     assert sum(w.flops for w in works if w.kind == MATMUL) == matmul
     width, depth = model.config.n_embd, model.config.n_layer
