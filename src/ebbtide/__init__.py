@@ -6,9 +6,10 @@ from ebbtide.config import Config
 
 if TYPE_CHECKING:
     from ebbtide.engine import Engine, StepResult, initialize
+    from ebbtide.tracing.alone import Trace, trace
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Engine", "StepResult", "__version__", "initialize"]
+__all__ = ["Config", "Engine", "StepResult", "Trace", "__version__", "initialize", "trace"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +18,8 @@ def __getattr__(name: str) -> Any:
         from ebbtide import engine
 
         return getattr(engine, name)
+    if name in ("Trace", "trace"):
+        from ebbtide.tracing import alone
+
+        return getattr(alone, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

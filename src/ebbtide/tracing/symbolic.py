@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ class FakeParameters:
     dtypes: tuple[torch.dtype, ...]
     trained: tuple[bool, ...]
     device: torch.device
+    buffers: torch.dtype | None = None
+    """What floating buffers become; None: they are as they will be."""
 
 
 def trace_symbolically(
@@ -154,14 +157,15 @@ def trace_symbolically(
     observer = SymbolicObserver(recorder, weights)
     hooks = _hooked(fake, observer)
     with (
-        _unchanged(module, mode, kept),
+        _unchanged(module, partial(_imagined, mode, parameters), kept),
         substituted(observer, fake),
         hooks,
         mode,
         meter,
         torch.random.fork_rng(devices=[]),
     ):
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        given = partial(_imagined, mode, replace(parameters, buffers=None))
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
         meter.note((fake_args, fake_kwargs))
         out = module(*fake_args, **fake_kwargs)
         loss = find_loss(out)
@@ -176,8 +180,19 @@ def use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def _imagined(mode: FakeTensorMode, parameters: FakeParameters, value: torch.Tensor) -> torch.Tensor:
+    """A tensor's fake; what is on the meta device is imagined where the module will compute."""
+    dtype = (parameters.buffers if value.is_floating_point() else None) or value.dtype
+    if value.is_meta or dtype != value.dtype:
+        with mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=parameters.device)
+    return mode.from_tensor(value)
+
+
 @contextmanager
-def _unchanged(module: nn.Module, mode: FakeTensorMode, kept: set[int]) -> Iterator[None]:
+def _unchanged(
+    module: nn.Module, imagined: Callable[[torch.Tensor], torch.Tensor], kept: set[int]
+) -> Iterator[None]:
     """Fake tensors must not stay behind: not in gradients of unmanaged parameters, nor where a forward keeps
     something on its module. Nor must the pass write: an operator that is given real tensors only (a counter of
     batches) runs for real under a fake mode, so buffers and tensors that modules keep are fake ones, too;
@@ -189,7 +204,7 @@ def _unchanged(module: nn.Module, mode: FakeTensorMode, kept: set[int]) -> Itera
             for place in (child._buffers, child.__dict__):
                 for name, value in place.items():
                     if isinstance(value, torch.Tensor):
-                        place[name] = fake = mode.from_tensor(value)
+                        place[name] = fake = imagined(value)
                         kept.add(fake.untyped_storage()._cdata)
         yield
     finally:
