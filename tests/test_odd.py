@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 import reference
 from ebbtide.engine import Engine, open_tiers
-from ebbtide.errors import StateError, UnsupportedError
+from ebbtide.errors import BudgetError, ConfigError, StateError, UnsupportedError
 from harness import LR, config_of
 from zoo import Loss
 
@@ -312,3 +312,67 @@ def test_a_closed_engine_is_refused(make: Any, place: dict[str, Any]) -> None:
     for use in (lambda: engine(**batch(0)), engine.step, engine.state_dict, engine.weights_sha256):
         with pytest.raises(StateError, match="closed"):
             use()
+
+
+def test_a_managed_module_is_not_converted_nor_managed_twice(make: Any) -> None:
+    engine = make(Net)
+    module = engine.module
+    assert module.to("cpu") is module and module.bfloat16() is module
+    for convert in (module.half, module.double, lambda: module.to(torch.float32)):
+        with pytest.raises(UnsupportedError, match="cannot be converted"):
+            convert()
+    with pytest.raises(ConfigError, match="managed by another engine"):
+        ebbtide.initialize(module, config_of())
+    with pytest.raises(ConfigError, match="managed by another engine"):
+        ebbtide.initialize(nn.Sequential(module, nn.Linear(2, 2)), config_of())
+    assert train(engine, 2) == plain(Net, 2)
+    engine.close()
+    with pytest.raises(StateError, match="engine that is closed"):
+        module(**batch(0))
+    with pytest.raises(ConfigError, match="engine that is closed"):
+        ebbtide.initialize(module, config_of())
+
+
+@pytest.mark.parametrize(
+    "changes, groups, match",
+    [
+        ({}, [{"params": [nn.Parameter(torch.ones(2))]}], "not the module's"),
+        ({}, [{"params": [], "lrr": 1}], "lrr"),
+        ({"device": {"memory": 10_000}}, None, "does not fit|largest chunk"),
+        ({"unmanaged": ["no.such.*"]}, None, "matches no parameter"),
+    ],
+)
+def test_a_refused_start_leaves_the_module_as_it_was(
+    changes: dict[str, Any], groups: Any, match: str
+) -> None:
+    module = build(Net)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    loss = module(torch.ones(2, WIDTH)).loss
+    with pytest.raises((ConfigError, BudgetError), match=match):
+        ebbtide.initialize(module, config_of(**changes), groups)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(module(torch.ones(2, WIDTH)).loss, loss)
+    engine = ebbtide.initialize(module, config_of())
+    engine.close()
+
+
+def test_writing_an_unknown_name_writes_nothing(make: Any) -> None:
+    engine = make(Net)
+    before = engine.weights_sha256()
+    with pytest.raises(ConfigError, match="no parameter"), engine.weights("norm.weight", write=True) as found:
+        found["norm.weight"].zero_()
+        found["norm.wait"] = torch.ones(WIDTH)
+    assert engine.weights_sha256() == before
+
+
+def test_budgets_beyond_the_machine_are_refused() -> None:
+    for tier in ("device", "host"):
+        config = ebbtide.Config.read(config_of(**{tier: {"memory": "90000TB"}}))
+        with pytest.raises(ConfigError, match=f"{tier}.memory: .* this machine has"):
+            open_tiers(config)
+
+
+def test_a_guessed_level_is_not_reported_as_use(make: Any) -> None:
+    engine = make(Net, device={"memory": "1GB"}, host={"memory": "1MB"})
+    train(engine, 3)
+    assert engine.stats()["peak_bytes"]["device"] < 2_000_000

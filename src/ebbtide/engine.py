@@ -23,7 +23,7 @@ from ebbtide.run.session import Session
 from ebbtide.run.setup import choose, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
 from ebbtide.state import values
-from ebbtide.state.module import guard
+from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.start import Start
 from ebbtide.state.weights import WeightFiles
 
@@ -67,6 +67,9 @@ class Engine:
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         refuse_unbuilt(config)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
+        refuse_held(module)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
         if config.threads != "auto":
@@ -80,16 +83,21 @@ class Engine:
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
         choice = choose(module, config)
         files = WeightFiles(weights, module) if weights is not None else None
+        self.optimizer = self._make_optimizer(param_groups)
         start = Start(module, files)
         self._session = Session(
             module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors, start
         )
-        start.finish()
-        if files is not None:
-            files.load(self._session, start.given)
+        try:
+            start.finish()
+            if files is not None:
+                files.load(self._session, start.given)
+        except BaseException:
+            self._session.undo(start)
+            raise
+        self._session.updates.regroup(self.optimizer.param_groups)
         guard(self._session)
         self._scaler = LossScaler() if config.precision == "fp16" else None
-        self.optimizer = self._make_optimizer(param_groups)
         self._broken = ""
         self._closed = False
         self._losses: list[torch.Tensor] = []
@@ -122,9 +130,7 @@ class Engine:
             if odd:
                 key = sorted(odd)[0]
                 raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, defaults)}")
-        optimizer = EngineOptimizer(groups, defaults, self._update, self._clear)
-        self._session.updates.regroup(optimizer.param_groups)
-        return optimizer
+        return EngineOptimizer(groups, defaults, self._update, self._clear)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -208,7 +214,8 @@ class Engine:
         session = self._session
         if session.micro == 0:
             raise StateError(
-                "engine.step() without a backward pass before it: call engine.backward(loss) first"
+                "engine.step() without a backward pass before it: call engine.backward(loss) first, in place of "
+                "loss.backward()"
             )
         if session.micro < self.config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
@@ -320,6 +327,12 @@ class Engine:
         yield found
         if write:
             self._open()
+            known = values.names(session)
+            for name in found:
+                if name not in known:
+                    raise ConfigError(
+                        f"weights: {name!r} is no parameter{nearest(name, known)}; nothing was written"
+                    )
             for name, value in found.items():
                 values.save(session, name, value)
 
@@ -428,6 +441,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._session.close()
+            retire(self.module)
 
 
 __all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers"]

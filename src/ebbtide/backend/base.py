@@ -43,6 +43,9 @@ class Backend(Protocol):
     def available(self) -> dict[str, int]:
         """Bytes that can be used on `device` and `host`, as found now."""
 
+    def capacity(self) -> dict[str, int]:
+        """Bytes that the machine has for `device` and `host`, used or not."""
+
     def owns(self, storage: int) -> bool:
         """Whether a storage (by the address of its object) is memory that was handed out here."""
 

@@ -137,6 +137,10 @@ class CpuBackend:
             free = min(free, limit - psutil.Process(os.getpid()).memory_info().rss)
         return {"device": free, "host": free}
 
+    def capacity(self) -> dict[str, int]:
+        total = min(psutil.virtual_memory().total, _cgroup_limit() or psutil.virtual_memory().total)
+        return {"device": total, "host": total}
+
     def synchronize(self) -> None:
         for stream in self._streams.values():
             stream.submit(lambda: None).wait()

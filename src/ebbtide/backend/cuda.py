@@ -141,6 +141,10 @@ class CudaBackend:
         free, _ = torch.cuda.mem_get_info(self.device)
         return {"device": free, "host": psutil.virtual_memory().available}
 
+    def capacity(self) -> dict[str, int]:
+        _, total = torch.cuda.mem_get_info(self.device)
+        return {"device": total, "host": psutil.virtual_memory().total}
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 

@@ -39,12 +39,18 @@ def run(arguments: Sequence[str]) -> int:
         return get_command(app).main(list(arguments), prog_name="ebbtide", standalone_mode=False) or 0
     except EbbtideError as error:
         return _refuse(str(error))
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
+        print("ebbtide: interrupted; what was trained since the start is not saved", file=sys.stderr)
         return INTERRUPTED
+    except MemoryError:
+        return _refuse("out of memory: the machine has no more; take a smaller size")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _refuse(f"{where}{error.strerror or error}")
     except Exception as error:
+        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+            line = str(error).strip().splitlines()[0]
+            return _refuse(f"out of memory: {line}; take a smaller size")
         if not hasattr(error, "format_message"):  # what typer raises for a command line that it cannot read
             raise
         return _refuse(_usage(error, arguments))
@@ -55,7 +61,11 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     command = context.command if context is not None else get_command(app)
     option = getattr(error, "option_name", None)
     flags = [flag for parameter in command.params for flag in parameter.opts]
-    if option is not None and option not in flags:
+    if option is None and not error.format_message():
+        message = f"a subcommand is missing: expected one of {', '.join(getattr(command, 'commands', {}))}"
+    elif option is not None and option in arguments[-1:] and arguments[:1]:
+        message = f"{option} needs a value"
+    elif option is not None and option not in flags:
         message = f"unknown flag {option}{nearest(option, flags)}"
     else:
         message = error.format_message() + _found(error, arguments)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from ebbtide.cli.data import Text, load_text
@@ -18,6 +19,7 @@ from ebbtide.config import Config
 from ebbtide.engine import initialize
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.models import Batches, ModelSpec, find_model
+from ebbtide.units import format_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARM_UP = 2
@@ -49,6 +51,7 @@ class Training:
         self.spec = spec or find_model(task.model)
         self.text = text or load_text(task.data)
         _check_length(task, self.spec)
+        _check_size(task)
         self._train = Batches(self.spec, self.text.train, task.batch, task.seq, task.seed)
         self._valid = self._validation() if task.eval_every else None
         module = self.spec.build(task.seed)
@@ -162,6 +165,16 @@ class Training:
             "evictions": stats.get("evictions", 0),
             "skipped_steps": sum(step.skipped for step in self.history),
         }
+
+
+def _check_size(task: Task) -> None:
+    """Token ids alone, eight bytes each."""
+    needed, total = 8 * task.batch * task.seq, psutil.virtual_memory().total
+    if needed > total:
+        raise ConfigError(
+            f"--batch: {task.batch} sequences of {task.seq} take {format_size(needed)} as token ids alone, and the "
+            f"machine has {format_size(total)}; take fewer, and --accumulate to average over more"
+        )
 
 
 def _check_length(task: Task, spec: ModelSpec) -> None:

@@ -49,6 +49,10 @@ class Task:
             at_least(f"--{name}", getattr(self, name), 1)
         at_least("--seq", self.seq, 2)
         at_least("--seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"--seed: expected a whole number below 2**63, found {self.seed}")
+        if self.data == "":
+            raise ConfigError("--data: expected a text file or folder, found an empty path")
         at_least("--eval-every", self.eval_every, 0)
         one_of("--schedule", self.schedule, SCHEDULES)
 

@@ -18,6 +18,7 @@ class Ledger:
         self.budgets = dict(budgets)
         self.reserved = dict.fromkeys(budgets, 0)
         self.level = dict.fromkeys(budgets, 0)
+        self._expected = dict.fromkeys(budgets, 0)
         self.peak = dict.fromkeys(budgets, 0)
         self.tags: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
         self.tag_peaks: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
@@ -41,7 +42,7 @@ class Ledger:
         tags = self.tags[tier]
         tags[tag] += count
         self.tag_peaks[tier][tag] = max(self.tag_peaks[tier][tag], tags[tag])
-        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + self.level[tier])
+        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + self._expected[tier])
 
     def release(self, tier: str, tag: str, count: int) -> None:
         if self.tags[tier][tag] < count:
@@ -51,9 +52,11 @@ class Ledger:
         self.reserved[tier] -= count
         self.tags[tier][tag] -= count
 
-    def set_level(self, tier: str, count: int) -> None:
+    def set_level(self, tier: str, count: int, guess: bool = False) -> None:
+        """A guess keeps room free, but is no use of the tier: it does not count in the peak."""
         self.level[tier] = count
-        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + count)
+        self._expected[tier] = 0 if guess else count
+        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + self._expected[tier])
 
     def describe(self, tier: str) -> str:
         held = {tag: count for tag, count in self.tags[tier].items() if count}

@@ -180,10 +180,10 @@ class Executor:
         if level > before:
             self.raise_level(level)
 
-    def raise_level(self, level: int) -> None:
+    def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do."""
         self.make_room(level - self.ledger.level["device"], rising=True)
-        self.ledger.set_level("device", level)
+        self.ledger.set_level("device", level, guess)
 
     def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
         """One of the plan's moves: a hint, left undone where the state of things is another."""
@@ -343,18 +343,21 @@ class Executor:
         ):
             # Without a plan the level is a share, not a prediction: what is in use goes before it.
             self.ledger.set_level(
-                "device", self.ledger.budgets["device"] - self.ledger.reserved["device"] - needed
+                "device", self.ledger.budgets["device"] - self.ledger.reserved["device"] - needed, guess=True
             )
             return
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
         raise BudgetError(
-            f"device: {format_size(needed)} are needed at moment {self.position}, with {format_size(held)} of chunks in "
+            f"device: {format_size(needed)} are needed{self._when()}, with {format_size(held)} of chunks in "
             f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
             f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
             tier="device",
             short=short,
             advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
         )
+
+    def _when(self) -> str:
+        return f" at moment {self.position} of the {self.phase} pass" if self.phase != IDLE else ""
 
     def give(self, attempt: str, short: int) -> None:
         """Gives up device memory: by ending evictions under way, by evicting, or by ending fetches so that

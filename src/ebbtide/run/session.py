@@ -101,7 +101,7 @@ class Session:
         try:
             self._take_over(choice, source)
         except BaseException:
-            self._undo(source)
+            self.undo(source)
             raise
         peers.add(self.executor)
 
@@ -164,7 +164,7 @@ class Session:
         if source is not None:
             source.fill()
         self.unmanaged.take_over(choice)
-        self.ledger.set_level("device", self.first_level())
+        self.ledger.set_level("device", self.first_level(), guess=True)
 
     def _first_value(self, member: int, source: Source | None) -> torch.Tensor:
         value = None if source is None else source.value(self.data.names[member])
@@ -175,7 +175,7 @@ class Session:
             value = torch.empty_strided(place.shape, place.stride, dtype=value.dtype).copy_(value)
         return dense(value)
 
-    def _undo(self, source: Source | None) -> None:
+    def undo(self, source: Source | None) -> None:
         """The take-over failed: the user's module is as it was."""
         kernels = self.updates.kernels["host"]
         self.interceptor.remove()
@@ -233,7 +233,7 @@ class Session:
             self._record(signature, args, kwargs)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
-            self.executor.raise_level(self.first_level())
+            self.executor.raise_level(self.first_level(), guess=True)
         self.updates.take_over = plan is not None and plan.take_over
         self.executor.begin(plan, self._recorder, offset)
 

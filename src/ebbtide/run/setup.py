@@ -78,8 +78,14 @@ def _is_dense(parameter: torch.Tensor) -> bool:
 
 def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
     """Bytes of each tier. On a CPU both tiers are RAM: without a device budget there is one tier only."""
-    free = backend.available()
+    free, capacity = backend.available(), backend.capacity()
     device, host = config.device.memory, config.host.memory
+    for tier, asked in (("device", device), ("host", host)):
+        if asked != "auto" and int(asked) > capacity[tier]:
+            raise ConfigError(
+                f"{tier}.memory: {format_size(int(asked))} asked for, but this machine has "
+                f"{format_size(capacity[tier])} in all; set it to {capacity[tier]} or less, or to 'auto'"
+            )
     if backend.kind == "cuda":
         device = int(free["device"] * (1 - MARGIN)) if device == "auto" else device
         host = int(free["host"] * (1 - MARGIN)) if host == "auto" else host
@@ -87,7 +93,7 @@ def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
         device = host = int(free["device"] * (1 - MARGIN)) // 2  # a named placement needs both tiers
     elif device == "auto":
         host = 0 if host == "auto" else host
-        device = int(free["device"] * (1 - MARGIN)) - host
+        device = max(0, int(free["device"] * (1 - MARGIN)) - int(host))
     else:
         host = max(0, int(free["host"] * (1 - MARGIN)) - device) if host == "auto" else host
     return {"device": int(device), "host": int(host)}

@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ebbtide.errors import UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.run.session import Session
 from ebbtide.state import values
+
+_held: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Modules whose parameters an engine has, or had: what is said to whoever wants them."""
+
+
+def refuse_held(module: nn.Module) -> None:
+    for child in module.modules():
+        if child in _held:
+            raise ConfigError(f"the module {_held[child]}")
+
+
+def retire(module: nn.Module) -> None:
+    """The engine is closed, and the weights went with it: the module raises instead of giving NaN."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise StateError(f"the module {_held[module]}")
+
+    _held[module] = (
+        "had its weights in an engine that is closed; build it again, or load it from a checkpoint"
+    )
+    module.register_forward_pre_hook(refuse, prepend=True)
+
+
+class _Conversion:
+    """In place of a managed module's `_apply`, which `to`, `half` and `cuda` go through: it would change
+    placeholders. What changes neither dtype nor device is let through, for trainers call `to` freely."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._sample = next(module.parameters())
+        module._apply = self  # type: ignore[method-assign, assignment]
+        self._module = module
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
+        before = torch.empty(0, dtype=self._sample.dtype, device=self._sample.device)
+        after = function(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            raise UnsupportedError(
+                f"a managed module cannot be converted from {before.dtype} on {before.device} to {after.dtype} on "
+                f"{after.device}: choose precision and device in the config, or convert it before initialize()"
+            )
+        return self._module
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("_apply", None)
 
 
 def guard(session: Session) -> None:
     """Hooks on every module that owns managed parameters; removed with the interceptor's."""
+    _held[session.module] = "is managed by another engine; close that one, or use it"
+    session.interceptor.keep(_Conversion(session.module))
     member_of = {id(p): i for i, p in enumerate(session.data.parameters)}
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
