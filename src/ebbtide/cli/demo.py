@@ -23,6 +23,13 @@ MOST = 2000
 """Steps, however fast it is."""
 PROMPTS = (b"def ", b"if s", b"clas", b"impo")
 WRITTEN = 110
+KINDS = {
+    "param": "parameters",
+    "grad": "gradients",
+    "master": "master weights",
+    "momentum": "momentum",
+    "variance": "variance",
+}
 
 
 def demo() -> None:
@@ -37,7 +44,8 @@ def demo() -> None:
     free = _unrestricted(text, precision)
     budget = free["non_model"] + free["model"] // 4
     console.print(
-        f"  {free['params'] / 1e6:.1f}M parameters in {precision}: {format_size(free['model'])} of model data\n"
+        f"  {free['params'] / 1e6:.1f}M parameters in {precision}: {format_size(free['model'])}"
+        " of model data, padding of chunks included\n"
         f"  {format_size(free['non_model'])} of activations and temporaries at the peak\n"
         f"Now with {format_size(budget)} of device memory: the activations and a quarter of the model data."
     )
@@ -46,8 +54,8 @@ def demo() -> None:
         sha = _train(training)
         losses = [step.loss for step in training.history]
         console.print(
-            f"\nThe loss went from {losses[0]:.2f} to {mean(losses[-20:]):.2f} in {len(losses)} steps, "
-            f"at {training.tokens_per_second:,.0f} tokens a second."
+            f"\nThe loss went from {losses[0]:.2f} to {mean(losses[-20:]):.2f} in {len(losses)} steps "
+            f"(it stops after {SECONDS} seconds), at {training.tokens_per_second:,.0f} tokens a second."
         )
         _print_moves(console, training)
         console.print(
@@ -131,21 +139,24 @@ def _print_moves(console: Console, training: Training) -> None:
     from ebbtide.units import format_size
 
     stats = training.engine.stats()
-    tiers = [
-        {"tier": tier, "budget": format_size(stats["budget_bytes"][tier]), "peak": format_size(peak)}
-        | {tag: format_size(count) for tag, count in sorted(stats["tags"][tier].items())}
-        for tier, peak in stats["peak_bytes"].items()
+    tiers = stats["peak_bytes"]
+    kinds = [kind for kind in KINDS if any(stats["tags"][tier].get(kind) for tier in tiers)]
+    rows = [
+        {"bytes of": KINDS[kind], **{t: format_size(stats["tags"][t].get(kind, 0)) for t in tiers}}
+        for kind in kinds
     ]
+    rows.append({"bytes of": "all, with activations"} | {t: format_size(tiers[t]) for t in tiers})
+    rows.append({"bytes of": "the budget"} | {t: format_size(stats["budget_bytes"][t]) for t in tiers})
     steps = len(training.history)
     links = [
         {"link": link.replace("_", " "), "moved": format_size(count), "a step": format_size(count // steps)}
         for link, count in stats["moved_bytes"].items()
     ]
-    console.print(rows_table("Where the bytes were (peaks)", tiers))
+    console.print(rows_table("Where the bytes were, at the peak of each", rows))
     console.print(rows_table("What moved", links))
     console.print(
-        f"{stats['fetches']:,} fetches, {stats['evictions']:,} evictions, "
-        f"{stats['drops']:,} clean copies dropped without traffic."
+        f"{stats['fetches']:,} times a chunk was fetched, {stats['evictions']:,} times one was written back; "
+        f"{stats['drops']:,} times a copy left without traffic, for the host had the same."
     )
 
 

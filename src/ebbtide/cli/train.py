@@ -21,7 +21,7 @@ def train(
     model: Annotated[str, Option(help=MODEL)] = "gpt2-tiny",
     data: Annotated[str | None, Option(help=DATA)] = None,
     steps: Annotated[int, Option(help="Updates, in total.")] = 100,
-    batch: Annotated[int, Option(help="Sequences in a micro-batch, over all ranks.")] = 4,
+    batch: Annotated[int, Option(help="Sequences in a micro-batch.")] = 4,
     seq: Annotated[int, Option(help="Length of a sequence; images have their own.")] = 128,
     accumulate: Annotated[int | None, Option(help="Micro-batches in a step.")] = None,
     clip: Annotated[float | None, Option(help="Clip the gradients to this global norm.")] = None,
@@ -36,16 +36,20 @@ def train(
     placement: Annotated[str | None, Option(help="auto, host or static.")] = None,
     eviction: Annotated[str | None, Option(help="farthest-next-use, lru or list-order.")] = None,
     prefetch: Annotated[str | None, Option(help="on or off.")] = None,
-    updates: Annotated[str | None, Option(help="exact, in-backward or lock-free.")] = None,
+    updates: Annotated[
+        str | None, Option(help="exact, or in-backward (no clipping, no accumulation).")
+    ] = None,
     checkpoint_activations: Annotated[
         bool, Option("--checkpoint-activations", help="Compute activations again in backward.")
     ] = False,
     device: Annotated[str | None, Option(help="auto, cuda or cpu.")] = None,
     device_memory: Annotated[str | None, Option(help=f"Chunks and activations: auto, or {SIZE}.")] = None,
     host_memory: Annotated[str | None, Option(help=f"auto, or {SIZE}.")] = None,
-    ssd_memory: Annotated[str | None, Option(help=f"auto, or {SIZE}.")] = None,
-    ssd_dir: Annotated[str | None, Option(help="Folder for the SSD tier's files.")] = None,
-    config: Annotated[Path | None, Option(help="Settings in TOML or JSON; flags go before them.")] = None,
+    ssd_memory: Annotated[str | None, Option(help="Not built yet: 0.")] = None,
+    ssd_dir: Annotated[str | None, Option(help="Not built yet.")] = None,
+    config: Annotated[
+        Path | None, Option(help="Settings in TOML or JSON; a flag overrides its setting.")
+    ] = None,
     out: Annotated[Path | None, Option(help="Folder for metrics and the trained weights.")] = None,
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
