@@ -132,12 +132,13 @@ class ChunkStore:
     # -- copies ---------------------------------------------------------------------------------------
 
     def allocate(self, chunk: Chunk, tier: str, zero: bool = False) -> None:
-        """Gives a free chunk its first copy; its contents are undefined unless `zero`."""
+        """Gives a free chunk its first copy; its contents are undefined unless `zero`, padding's always."""
         if not chunk.free or chunk.move:
             raise StateError(f"{chunk} already has a payload; a chunk is allocated only when it is free")
         self._open(chunk, tier)
         if zero:
-            for _, piece in chunk.pieces(tier):
+            # Not the padding: on a CPU, memory that nobody touches takes no room.
+            for _, piece in chunk.slices(tier, 0, self.layout.chunks[chunk.index].used):
                 piece.zero_()
         self.written(chunk, tier)
 
