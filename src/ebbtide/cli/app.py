@@ -63,7 +63,7 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     flags = [flag for parameter in command.params for flag in parameter.opts]
     if option is None and not error.format_message():
         message = f"a subcommand is missing: expected one of {', '.join(getattr(command, 'commands', {}))}"
-    elif option is not None and option in arguments[-1:] and arguments[:1]:
+    elif option is not None and option in arguments[-1:]:
         message = f"{option} needs a value"
     elif option is not None and option not in flags:
         message = f"unknown flag {option}{nearest(option, flags)}"
