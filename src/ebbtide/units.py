@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -32,6 +33,35 @@ def parse_size(text: str | int) -> int:
     raise ConfigError(
         f"expected a size such as '24GB', '24GiB' or '512MB', found {text!r}{nearest_size(text)}"
     )
+
+
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_NUMBER = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:e[+-]?\d{1,2})?)\s*([kMGTP]?)", re.ASCII)
+
+
+def parse_rate(text: str | int | float) -> float:
+    """Bytes a second: `12GB/s`, or a plain number."""
+    if isinstance(text, str) and text.strip().endswith("/s"):
+        return _above_zero(text, parse_size(text.strip()[:-2].strip()))
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return _above_zero(text, text)
+    raise ConfigError(f"expected a rate such as '12GB/s', found {text!r}")
+
+
+def parse_flops(text: str | int | float) -> float:
+    """Operations a second: `125T` is 125e12, or a plain number."""
+    match = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is not None:
+        return _above_zero(text, float(match[1]) * _SCALES[match[2]])
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return _above_zero(text, text)
+    raise ConfigError(f"expected operations a second such as '125T', found {text!r}")
+
+
+def _above_zero(text: object, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"expected a number above zero, found {text!r}")
+    return float(value)
 
 
 def nearest_size(text: object) -> str:

@@ -1,0 +1,222 @@
+"""What the hardware offers: bytes by tier, rates by link and unit. From a TOML file, read strictly.
+
+Rates are a second's; all of them are what the unit reaches in practice, but for `flops`, of which `efficiency` is
+the share that large matrix products reach. Where a table of rates was measured, it goes before both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from ebbtide.errors import ConfigError, nearest
+from ebbtide.record import ATTENTION, CONVOLUTION, MATMUL, Work
+from ebbtide.strict import (
+    Section,
+    build,
+    choice,
+    flops,
+    number,
+    optional,
+    pair,
+    plain,
+    rate,
+    read_file,
+    several,
+    size,
+    text,
+    whole,
+)
+
+Curve = tuple[tuple[float, float], ...]
+_seconds = number("seconds from 0 to 1", lambda x: 0 <= x <= 1)
+_share = number("a share in (0, 1]", lambda x: 0 < x <= 1)
+_intensity = number("operations a byte, above zero", lambda x: x > 0)
+_curve = several(pair(_intensity, flops))
+
+
+@dataclass(frozen=True)
+class MachineSection(Section):
+    noun: ClassVar[str] = "machine key"
+
+
+@dataclass(frozen=True)
+class DeviceSpec(MachineSection):
+    path: ClassVar[str] = "device"
+
+    memory: Annotated[int, size(least=1, auto=False)]
+    flops: Annotated[float, flops]
+    """The peak at the compute precision."""
+    bandwidth: Annotated[float, rate]
+    kind: Annotated[str, choice("cuda", "cpu")] = "cuda"
+    """`cpu`: the host's cores compute, so copies and updates share them."""
+    reserved: Annotated[int, size(least=0, auto=False)] = 0
+    """Context and library workspaces: not for the budget."""
+    efficiency: Annotated[float, _share] = 0.5
+    launch: Annotated[float, _seconds] = 4e-6
+    """What an operator takes however small it is."""
+    pointwise: Annotated[float | None, optional(rate)] = None
+    """What operators that only read and write reach; left out, 0.8 of `bandwidth`."""
+    matmul: Annotated[Curve, _curve] = ()
+    """(operations a byte, operations a second), measured; between points, straight lines."""
+    attention: Annotated[Curve, _curve] = ()
+
+
+@dataclass(frozen=True)
+class HostSpec(MachineSection):
+    path: ClassVar[str] = "host"
+
+    memory: Annotated[int, size(least=0, auto=False)]
+    """Of the whole node, as are `cores` and `bandwidth`."""
+    cores: Annotated[int, whole()]
+    bandwidth: Annotated[float, rate]
+    reserved: Annotated[int, size(least=0, auto=False)] = 0
+    """The system's and the processes' own."""
+    update: Annotated[float | None, optional(rate)] = None
+    """Bytes that the optimizer's update streams; left out, 0.8 of `bandwidth`."""
+
+
+@dataclass(frozen=True)
+class SsdSpec(MachineSection):
+    path: ClassVar[str] = "ssd"
+
+    memory: Annotated[int, size(least=0, auto=False)] = 0
+    read: Annotated[float, rate] = 3.5e9
+    write: Annotated[float, rate] = 2e9
+    total: Annotated[float, rate] = 3.5e9
+    """Reads and writes at the same time, together."""
+    endurance: Annotated[int, size(least=0, auto=False)] = 0
+    """Bytes that may be written in the disks' life (TBW); 0: not known."""
+
+
+@dataclass(frozen=True)
+class LinkSpec(MachineSection):
+    path: ClassVar[str] = "links"
+
+    host_device: Annotated[float, rate]
+    """Each device, each direction."""
+    device_device: Annotated[float, rate] = 100e9
+    """Of a collective inside a node, each device."""
+    node_node: Annotated[float, rate] = 10e9
+    """Each node."""
+    latency: Annotated[float, _seconds] = 2e-5
+    """Of a move or collective, beside its bytes."""
+
+
+@dataclass(frozen=True)
+class Machine(MachineSection):
+    name: Annotated[str, text]
+    device: DeviceSpec
+    host: HostSpec
+    links: LinkSpec
+    ssd: SsdSpec = SsdSpec()
+    nodes: Annotated[int, whole()] = 1
+    devices_per_node: Annotated[int, whole()] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for one in (self.device, self.host):
+            if one.reserved >= one.memory and one.memory:
+                raise ConfigError(
+                    f"{one.key('reserved')}: expected less than {one.key('memory').path} ({one.memory} bytes), "
+                    f"found {one.reserved} bytes"
+                )
+
+    @classmethod
+    def read(cls, source: Machine | Mapping[str, object] | str | Path) -> Machine:
+        """From a machine, a table, the path of a TOML file, or the name of a machine that ships with the package."""
+        if isinstance(source, Machine):
+            return source
+        if isinstance(source, Mapping):
+            return build(cls, source)
+        path = find_machine(source)
+        try:
+            return build(cls, read_file(path, "machine"))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        return plain(self)
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def with_devices(self, count: int) -> Machine:
+        """The part of it that has `count` devices; more than it has adds nodes of the same kind. A part of a node
+        keeps the node's host."""
+        if count < 1:
+            raise ConfigError(f"--gpus: expected at least 1, found {count}")
+        if count <= self.devices_per_node:
+            return replace(self, nodes=1, devices_per_node=count)
+        if count % self.devices_per_node:
+            raise ConfigError(
+                f"--gpus: expected a multiple of the {self.devices_per_node} devices of a node, or fewer, found {count}"
+            )
+        return replace(self, nodes=count // self.devices_per_node)
+
+    def seconds(self, work: Work) -> float:
+        """What an operator takes on the device when it has it for itself."""
+        return self._rates.seconds(work)
+
+    @cached_property
+    def _rates(self) -> _Rates:
+        return _Rates(self.device)
+
+
+class _Rates:
+    def __init__(self, device: DeviceSpec) -> None:
+        self.device = device
+        self.pointwise = device.pointwise or 0.8 * device.bandwidth
+        self.large = device.flops * device.efficiency
+        self.curves = {MATMUL: device.matmul, ATTENTION: device.attention, CONVOLUTION: device.matmul}
+        self._known: dict[Work, float] = {}
+
+    def seconds(self, work: Work) -> float:
+        found = self._known.get(work)
+        if found is None:
+            found = self._known[work] = self._compute(work)
+        return found
+
+    def _compute(self, work: Work) -> float:
+        if not work.flops:
+            return self.device.launch + work.bytes / self.pointwise
+        curve = self.curves.get(work.kind, ())
+        if not curve:
+            return self.device.launch + max(work.flops / self.large, work.bytes / self.device.bandwidth)
+        return self.device.launch + work.flops / _on(curve, work.flops / max(work.bytes, 1))
+
+
+def _on(curve: Curve, x: float) -> float:
+    """The value at x, in straight lines between points; level outside them, but through zero below the first."""
+    place = bisect_left([point[0] for point in curve], x)
+    if place == 0:
+        return curve[0][1] * x / curve[0][0]
+    if place == len(curve):
+        return curve[-1][1]
+    (x0, y0), (x1, y1) = curve[place - 1], curve[place]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+def machine_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def find_machine(name: str | Path) -> Path:
+    """A described machine's file, or a path as it is."""
+    path = Path(name)
+    if path.suffix or len(path.parts) > 1 or path.is_file():
+        return path
+    if str(name) in machine_names():
+        return FOLDER / f"{name}.toml"
+    raise ConfigError(
+        f"--machine: unknown machine {str(name)!r}{nearest(str(name), machine_names())}; expected a TOML file or one of "
+        f"{', '.join(machine_names())}"
+    )
