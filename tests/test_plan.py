@@ -9,10 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import StateError
-from ebbtide.plan.place import SCALARS, ModelShape, Settings, _uses, make_plan
+from ebbtide.plan.place import make_plan
 from ebbtide.plan.residency import FREE, SPILL, Timeline, Use, replay
 from ebbtide.plan.schedule import advance, on_demand
+from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.states import RunStates, State
+from ebbtide.plan.uses import SCALARS, uses_of
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Access, Arrival, Moment, Record, event
 
 
@@ -82,7 +84,7 @@ def test_no_schedule_passes_a_room(line: Timeline, policy: str, early: bool) -> 
     """Walks the triggers of a steady iteration around twice: what is used is there, and the room is kept."""
     done = replay(line, policy)
     assume(done.steady)
-    triggers = advance(done, line.rooms, line.sizes) if early else on_demand(done)
+    triggers = advance(done, line.rooms, line.sizes, {}) if early else on_demand(done)
     resident: set[int] = set()
     for around, (moment, room) in itertools.product(range(3), enumerate(line.rooms)):
         for trigger in sorted((t for t in triggers if t.moment == moment), key=lambda t: t.fetch):
@@ -181,7 +183,9 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
     )
     plan = make_plan(shape, record, chosen)
     assume(plan.residency.steady)
-    uses = _uses(shape, record, chosen, frozenset(i for i, home in enumerate(plan.homes) if home == "device"))
+    uses = uses_of(
+        shape, record, chosen, frozenset(i for i, home in enumerate(plan.homes) if home == "device")
+    )
     sizes = (*shape.parameter_bytes, *shape.gradient_bytes)
     resident: set[int] = set()
     for around, moment in itertools.product(range(3), range(len(plan.levels))):

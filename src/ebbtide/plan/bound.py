@@ -9,7 +9,7 @@ so no plan can move less.
 
 from __future__ import annotations
 
-from ebbtide.plan.place import ModelShape, Settings
+from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 
 STEPS = 1000

@@ -8,7 +8,7 @@ needs. It is exact about bytes and knows no time.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ebbtide.plan.evict import NEVER, Candidate, choose
@@ -21,8 +21,9 @@ class Use:
     """Chunk `item` must be on the device from moment `first` to the end of `last`.
 
     `creates`: what it held before does not matter, nothing is fetched. `after` says what becomes of it:
-    it is kept, its payload is dead (free), a newer copy appears elsewhere (stale), or it must go to the
-    host (spill). `fresh`: the moment from which a newer copy can be fetched.
+    it is kept, its payload is dead (free), a newer copy appears elsewhere (stale; of a gathered item it is the
+    source's copy that is out of date, and the gathered one is dead), or it must go to the host (spill).
+    `fresh`: the moment from which a newer copy can be fetched.
     """
 
     item: int
@@ -41,6 +42,8 @@ class Timeline:
     uses: tuple[Use, ...]
     keep_host: bool = True
     """Whether a fetched chunk keeps its host copy, so that it is clean and leaves without traffic."""
+    sources: Mapping[int, int] = field(default_factory=dict)
+    """Items that are gathered, each with the one that must be on the device for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Residency:
     occupied: list[int] = field(default_factory=list)
     to_device: int = 0
     to_host: int = 0
+    gathered: int = 0
+    """Bytes of items that were made from their sources."""
     short: int = 0
     """Bytes by which the worst moment's pinned chunks pass the room; 0 where everything fits."""
     short_moment: int = -1
@@ -68,7 +73,7 @@ class Residency:
 
     @property
     def traffic(self) -> int:
-        return self.to_device + self.to_host
+        return self.to_device + self.to_host + self.gathered
 
 
 @dataclass(slots=True)
@@ -95,6 +100,8 @@ class _Replay:
         self.cycles = cycles
         self.length = len(timeline.rooms)
         self.items = [_Item() for _ in timeline.sizes]
+        self.resident: dict[int, None] = {}
+        """Items on the device, in the order in which they came."""
         self.occupied = 0
         self.result = Residency()
         self.starts: list[list[Use]] = [[] for _ in range(self.length)]
@@ -104,6 +111,10 @@ class _Replay:
             self.starts[use.first].append(use)
             self.ends[use.last].append(use)
             self.firsts[use.item].append(use.first)
+        for item, source in timeline.sources.items():
+            self.firsts[source] = sorted((*self.firsts[source], *self.firsts[item]))
+        self.lent: list[int] = []
+        """Sources that items of this moment are made from."""
 
     def run(self) -> Residency:
         carried: list[Move] = []
@@ -136,22 +147,45 @@ class _Replay:
                 self._leave(use.item, now, moves)
             if not item.resident:
                 arriving.setdefault(use.item, use)
-        needed = sum(self.line.sizes[i] for i in arriving)
-        self._make_room(now, moment, needed, moves)
+        for index in list(arriving):
+            self._lend(index, now, arriving, moves)
+        self._make_room(now, moment, sum(self.line.sizes[i] for i in arriving), moves)
         for index, use in arriving.items():
-            item = self.items[index]
-            size = self.line.sizes[index]
-            item.resident = True
-            self.occupied += size
-            item.dirty = use.creates or not self.line.keep_host
-            item.stale = False
-            if not use.creates:
-                moves.append(Move(now, item.left, index, True, size))
+            self._arrive(index, use, now, moves)
+        for index in self.lent:
+            self.items[index].pins -= 1
+            self.items[index].last = now
+        self.lent.clear()
         for use in self.starts[moment]:
             item = self.items[use.item]
             item.last = now
             item.stale = False
             item.dirty = item.dirty or use.writes
+
+    def _lend(self, index: int, now: int, arriving: dict[int, Use], moves: list[Move]) -> None:
+        """What a gathered item is made from must be there, and current."""
+        source = self.line.sources.get(index)
+        if source is None or arriving[index].creates:
+            return
+        item = self.items[source]
+        if item.resident and item.stale:
+            self._leave(source, now, moves)
+        if not item.resident and source not in arriving:
+            arriving[source] = Use(source, now, now)
+        item.pins += 1
+        self.lent.append(source)
+
+    def _arrive(self, index: int, use: Use, now: int, moves: list[Move]) -> None:
+        item = self.items[index]
+        size = self.line.sizes[index]
+        gathered = index in self.line.sources
+        item.resident = True
+        self.resident[index] = None
+        self.occupied += size
+        item.dirty = use.creates or not (self.line.keep_host or gathered)
+        item.stale = False
+        if not use.creates:
+            moves.append(Move(now, item.left, index, True, size))
 
     def _make_room(self, now: int, moment: int, needed: int, moves: list[Move]) -> None:
         short = self.occupied + needed - self.line.rooms[moment]
@@ -161,8 +195,8 @@ class _Replay:
             Candidate(
                 i, self.line.sizes[i], self._distance(i, moment), item.last, item.dirty and not item.stale
             )
-            for i, item in enumerate(self.items)
-            if item.resident and not item.pins
+            for i, item in ((i, self.items[i]) for i in self.resident)
+            if not item.pins
         ]
         for candidate in choose(self.policy, candidates, short):
             self._leave(candidate.key, now, moves)
@@ -182,11 +216,15 @@ class _Replay:
     def _leave(self, index: int, now: int, moves: list[Move]) -> None:
         item = self.items[index]
         size = self.line.sizes[index]
-        item.resident = False
-        self.occupied -= size
+        self._gone(index)
         writes = item.dirty and not item.stale
         moves.append(Move(now, min(item.last + 1, now), index, False, size if writes else 0))
         item.left = max(item.left, item.last + 1)
+
+    def _gone(self, index: int) -> None:
+        self.items[index].resident = False
+        del self.resident[index]
+        self.occupied -= self.line.sizes[index]
 
     def _finish(self, now: int, moment: int, moves: list[Move]) -> None:
         for use in self.ends[moment]:
@@ -195,13 +233,17 @@ class _Replay:
             item.last = now
             if use.after == KEEP:
                 continue
+            source = self.line.sources.get(use.item)
             if use.after == SPILL and item.resident:
                 moves.append(Move(now + 1, now + 1, use.item, False, self.line.sizes[use.item]))
-            if use.after in (SPILL, FREE) and item.resident:
-                item.resident = False
-                self.occupied -= self.line.sizes[use.item]
-            item.stale = use.after == STALE
-            item.left = now - moment + use.fresh if use.fresh else now + 1
+            if item.resident and (use.after in (SPILL, FREE) or source is not None):
+                self._gone(use.item)
+            fresh = now - moment + use.fresh if use.fresh else now + 1
+            item.left = fresh
+            item.stale = use.after == STALE and source is None
+            if use.after == STALE and source is not None:
+                self.items[source].stale = True
+                self.items[source].left = fresh
 
     def _cut(self, moves: list[Move], start: int, occupied: list[int]) -> None:
         """The result: one iteration's moves, counted from its start. What the end carries over stands for what
@@ -213,7 +255,9 @@ class _Replay:
             result.moves.append(
                 Move(move.moment - start, move.earliest - start, move.item, move.fetch, move.traffic)
             )
-            if move.fetch:
+            if move.fetch and move.item in self.line.sources:
+                result.gathered += move.traffic
+            elif move.fetch:
                 result.to_device += move.traffic
             else:
                 result.to_host += move.traffic

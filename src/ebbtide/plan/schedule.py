@@ -7,7 +7,7 @@ would sit through. Moves over one link keep their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.plan.residency import Move, Residency
@@ -27,8 +27,11 @@ def on_demand(residency: Residency) -> list[Trigger]:
     return [Trigger(move.moment, move.item, move.fetch) for move in residency.moves]
 
 
-def advance(residency: Residency, rooms: Sequence[int], sizes: Sequence[int]) -> list[Trigger]:
-    """The same moves, started as early as room and order allow."""
+def advance(
+    residency: Residency, rooms: Sequence[int], sizes: Sequence[int], sources: Mapping[int, int]
+) -> list[Trigger]:
+    """The same moves, started as early as room and order allow. What is gathered goes by a link of its own, but not
+    before its source is there."""
     length = len(rooms)
     occupied = list(residency.occupied)
     triggers: list[Trigger] = []
@@ -41,13 +44,18 @@ def advance(residency: Residency, rooms: Sequence[int], sizes: Sequence[int]) ->
         for t in range(earliest, move.moment):
             occupied[t % length] -= sizes[move.item]
         triggers.append(Trigger(earliest % length, move.item, False))
-    before = -length
-    for move in sorted(fetches, key=lambda m: m.moment):
-        floor = max(move.earliest, before, move.moment - length + 1)
+    before = {True: -length, False: -length}
+    came: dict[int, int] = {}
+    for move in sorted(fetches, key=lambda m: (m.moment, m.item in sources)):
+        gathered = move.item in sources
+        floor = max(move.earliest, before[gathered], move.moment - length + 1)
+        if gathered:
+            floor = max(floor, came.get(sources[move.item], floor))
         t = move.moment
         while t > floor and occupied[(t - 1) % length] + sizes[move.item] <= rooms[(t - 1) % length]:
             t -= 1
             occupied[t % length] += sizes[move.item]
-        before = t
+        before[gathered] = t
+        came[move.item] = t
         triggers.append(Trigger(t % length, move.item, True))
-    return sorted(triggers, key=lambda t: (t.moment, t.fetch))
+    return sorted(triggers, key=lambda t: (t.moment, t.fetch, t.item in sources))

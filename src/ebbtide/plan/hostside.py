@@ -1,0 +1,75 @@
+"""What the host holds of what the device does not, and what goes to SSD because the host is too small.
+
+Parameters and gradients of chunks that the host updates come first: they cross the link in every iteration. Then
+optimizer state, in the model's order, for the last chunks' gradients come first and their state can be read while
+backward goes on. What is left is streamed from SSD and back. Only where the gradients and the rest leave no room for
+parameters do these go to SSD, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.plan.shape import ModelShape, Settings
+
+STAGES = 4
+"""Buffers that a stream from and to SSD takes on the host, each of the largest chunk's state."""
+
+
+@dataclass(frozen=True)
+class HostSide:
+    keep: bool
+    """Every parameter chunk that comes to the device keeps its host copy."""
+    ssd: frozenset[int]
+    """Chunks whose optimizer state lives on SSD."""
+    ssd_parameters: frozenset[int]
+    host_bytes: int
+    ssd_bytes: int
+    short: int = 0
+    """Bytes that fit neither tier."""
+    tier: str = "host"
+    """The tier that is short."""
+
+
+def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> HostSide:
+    """`device`: the chunks whose optimizer state lives on the device."""
+    away = [i for i, count in enumerate(shape.state_bytes) if count and i not in device]
+    grads = 0 if settings.take_over else sum(shape.gradient_bytes[i] for i in away)
+    params = sum(shape.parameter_bytes[i] for i in away)
+    if settings.placement == "static":
+        params = 0  # they are on the device for good
+    states = sum(shape.state_bytes[i] for i in away)
+    kept = sum(shape.parameter_bytes) - params if settings.placement != "static" else 0
+    needed = grads + params + states
+    for keep, count in ((True, needed + kept), (False, needed)):
+        if count <= settings.host:
+            return HostSide(keep, frozenset(), frozenset(), count, 0)
+    if not settings.ssd:
+        return HostSide(False, frozenset(), frozenset(), settings.host, 0, needed - settings.host)
+    return _with_ssd(shape, away, grads, params, settings)
+
+
+def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, settings: Settings) -> HostSide:
+    stage = STAGES * max((shape.state_bytes[i] for i in away), default=0)
+    left = settings.host - stage - grads - params
+    held_params: list[int] = []
+    streamed = 0
+    for i in reversed(away):
+        if left >= 0:
+            break
+        left += shape.parameter_bytes[i]
+        streamed += shape.parameter_bytes[i]
+        held_params.append(i)
+    if left < 0:
+        return HostSide(False, frozenset(), frozenset(), settings.host, 0, -left)
+    ssd: set[int] = set()
+    for i in away:
+        if shape.state_bytes[i] <= left:
+            left -= shape.state_bytes[i]
+        else:
+            ssd.add(i)
+            streamed += shape.state_bytes[i]
+    short = max(0, streamed - settings.ssd)
+    return HostSide(
+        False, frozenset(ssd), frozenset(held_params), settings.host - left, streamed, short, "ssd"
+    )

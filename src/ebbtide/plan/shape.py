@@ -1,0 +1,68 @@
+"""What the planner must know of a model and of the run: bytes by chunk, budgets, what is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+PARAM, GRAD, WHOLE, WHOLE_GRAD = "param", "grad", "whole", "whole-grad"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Which runs and parameters lie in which chunks, and bytes: this rank's slices of them."""
+
+    run_chunks: tuple[tuple[int, ...], ...]
+    parameter_chunk: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+    """By chunk."""
+    gradient_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    """Master and moments by chunk; 0 where nothing in the chunk is trained."""
+    whole_bytes: tuple[int, ...] = ()
+    """By chunk: all slices together, where ranks share the chunk and gather it to use it; 0 where a rank has all
+    of it. Left out, no chunk is shared."""
+
+    @property
+    def chunks(self) -> int:
+        return len(self.parameter_bytes)
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        return frozenset(i for i, count in enumerate(self.whole_bytes) if count)
+
+    @cached_property
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """What comes to the device and leaves it, in this order: parameters, gradients, and both gathered."""
+        kinds = (PARAM, GRAD, WHOLE, WHOLE_GRAD) if self.shared else (PARAM, GRAD)
+        return tuple((kind, i) for kind in kinds for i in range(self.chunks))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes by item."""
+        whole_grads = [w if g else 0 for w, g in zip(self.whole_bytes, self.gradient_bytes, strict=False)]
+        extra = (*self.whole_bytes, *whole_grads) if self.shared else ()
+        return (*self.parameter_bytes, *self.gradient_bytes, *extra)
+
+    @cached_property
+    def sources(self) -> dict[int, int]:
+        """The item that a gathered item is made from."""
+        return {2 * self.chunks + i: i for i in self.shared}
+
+    def used(self, chunk: int) -> int:
+        """The item that must be on the device to compute with a chunk."""
+        return 2 * self.chunks + chunk if chunk in self.shared else chunk
+
+
+@dataclass(frozen=True)
+class Settings:
+    device: int
+    host: int
+    placement: str = "auto"
+    eviction: str = "farthest-next-use"
+    prefetch: bool = True
+    accumulate: int = 1
+    in_backward: bool = False
+    take_over: bool = False
+    """Gradients take the parameter's space (separate master) where one accumulation was seen."""
+    ssd: int = 0

@@ -1,0 +1,146 @@
+"""What an iteration uses when: the record in terms of chunks, with gradients and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
+from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.record import Record
+
+SCALARS = 4096
+"""Bytes that every moment is given for what loops keep from iteration to iteration: losses, norms."""
+
+
+def levels_of(shape: ModelShape, record: Record, settings: Settings) -> tuple[int, ...]:
+    """Non-model bytes by moment: the record's, once a micro-batch, then those of the updates."""
+    once = [moment.peak for moment in record.moments]
+    if once:
+        once[-1] = max(once[-1], record.between)  # its level stays until the next pass begins
+    updates = 1 if settings.in_backward else shape.chunks
+    return tuple(level + SCALARS for level in (*once * settings.accumulate, *[record.between] * updates))
+
+
+def least_room(levels: Sequence[int], sizes: Sequence[int], uses: Sequence[Use]) -> int:
+    """The smallest budget in which every moment has what it uses."""
+    change = [0] * (len(levels) + 1)
+    ends: dict[int, int] = {}
+    for use in sorted(uses, key=lambda use: use.first):
+        first = max(use.first, ends.get(use.item, -1) + 1)
+        if first <= use.last:  # what overlapping uses of one item share counts once
+            change[first] += sizes[use.item]
+            change[use.last + 1] -= sizes[use.item]
+            ends[use.item] = use.last
+    held = list(accumulate(change[:-1]))
+    return max((level + count for level, count in zip(levels, held, strict=True)), default=0)
+
+
+def uses_of(shape: ModelShape, record: Record, settings: Settings, device: frozenset[int]) -> list[Use]:
+    """`device`: the chunks whose optimizer state lives there."""
+    return _Builder(shape, record, settings, device).build()
+
+
+@dataclass
+class _Builder:
+    """The uses of one iteration, in the order of moments."""
+
+    shape: ModelShape
+    record: Record
+    settings: Settings
+    device: frozenset[int]
+    raw: list[Use] = field(default_factory=list)
+    last_use: dict[int, int] = field(default_factory=dict)
+    """By item."""
+
+    def build(self) -> list[Use]:
+        self.length = len(self.record.moments)
+        self.total = self.length * self.settings.accumulate
+        for micro in range(self.settings.accumulate):
+            base = micro * self.length
+            for access in self.record.accesses:
+                for chunk in self.shape.run_chunks[access.run]:
+                    self._use(Use(self.shape.used(chunk), base + access.first, base + access.last))
+        arrivals = self._arrivals()
+        for chunk, passes in arrivals.items():
+            if self.shape.gradient_bytes[chunk]:
+                self._gradient_uses(chunk, passes)
+        self._mark_stale(arrivals)
+        if not self.settings.in_backward:
+            self._updates(arrivals)
+        return self.raw
+
+    def _use(self, use: Use) -> None:
+        self.raw.append(use)
+        self.last_use[use.item] = max(self.last_use.get(use.item, -1), use.last)
+
+    def _arrivals(self) -> dict[int, list[list[int]]]:
+        """By chunk, the moments at which gradients arrive, a list for each micro-batch."""
+        once: dict[int, list[int]] = {}
+        for arrival in self.record.arrivals:
+            once.setdefault(self.shape.parameter_chunk[arrival.parameter], []).append(arrival.moment)
+        bases = [micro * self.length for micro in range(self.settings.accumulate)]
+        return {
+            chunk: [[base + moment for moment in sorted(moments)] for base in bases]
+            for chunk, moments in once.items()
+        }
+
+    def _gradient_uses(self, chunk: int, passes: list[list[int]]) -> None:
+        """Gradients of a chunk that is shared arrive whole and are reduced to the rank's slice when the last has."""
+        if chunk not in self.shape.shared:
+            self._slice_uses(chunk, [moment for moments in passes for moment in moments])
+            return
+        whole = (2 if self.settings.take_over else 3) * self.shape.chunks + chunk
+        for moments in passes:
+            for place, j in enumerate(moments):
+                creates = not self.settings.take_over and place == 0
+                end = FREE if not self.settings.take_over and j == moments[-1] else KEEP
+                self._use(Use(whole, j, j, creates=creates, writes=True, after=end))
+        self._slice_uses(chunk, [moments[-1] for moments in passes], created=True)
+
+    def _slice_uses(self, chunk: int, moments: list[int], created: bool = False) -> None:
+        at_home = chunk in self.device
+        own_space = not self.settings.take_over
+        if self.settings.in_backward and at_home:
+            for j in moments:
+                self._use(Use(chunk, j, j, writes=True))
+            return
+        target = chunk + self.shape.chunks if own_space else chunk
+        for place, j in enumerate(moments):
+            last = place == len(moments) - 1
+            after = SPILL if last and not at_home else KEEP
+            fresh = self._fresh(chunk, j) if after == SPILL else 0
+            creates = (own_space or created) and place == 0
+            self._use(Use(target, j, j, creates=creates, writes=True, after=after, fresh=fresh))
+
+    def _fresh(self, chunk: int, moment: int) -> int:
+        """The moment from which an update's result can be used."""
+        return moment + 1 if self.settings.in_backward else self.total + chunk + 1
+
+    def _mark_stale(self, arrivals: dict[int, list[list[int]]]) -> None:
+        """After its last use a copy of parameters that are updated elsewhere is worth nothing: on the device where
+        the host updates, gathered where slices are updated."""
+        for place, use in enumerate(self.raw):
+            chunk = use.item % self.shape.chunks
+            gathered = use.item >= 2 * self.shape.chunks
+            if (
+                use.item == self.shape.used(chunk)
+                and chunk in arrivals
+                and (gathered or chunk not in self.device)
+                and use.last == self.last_use[use.item]
+                and use.after == KEEP
+            ):
+                fresh = self._fresh(chunk, max(use.last, arrivals[chunk][-1][-1]))
+                after = FREE if chunk in self.device else STALE
+                self.raw[place] = replace(use, after=after, fresh=fresh)
+
+    def _updates(self, arrivals: dict[int, list[list[int]]]) -> None:
+        chunks = self.shape.chunks
+        for chunk in sorted(arrivals):
+            if chunk not in self.device:
+                continue
+            j = self.total + chunk
+            self.raw.append(Use(chunk, j, j, writes=True))
+            if not self.settings.take_over:
+                self.raw.append(Use(chunk + chunks, j, j, after=FREE))
