@@ -9,6 +9,10 @@ so no plan can move less.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ebbtide.plan.rates import COMPUTE, DISK, DRAM, HOST, TO_DEVICE, TO_HOST, WIRE, Rates
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 
@@ -41,6 +45,86 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
     if settings.placement != "auto":
         return round(moved(0))
     return round(min(moved(total * step / STEPS) for step in range(STEPS + 1)))
+
+
+@dataclass(frozen=True)
+class Must:
+    """What an iteration must do, whatever the plan, by resource: seconds at the machine's rates."""
+
+    seconds: Mapping[str, float]
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.seconds, key=lambda name: self.seconds[name])
+
+    @property
+    def bound(self) -> float:
+        return max(self.seconds.values(), default=0.0)
+
+
+def resource_bound(
+    shape: ModelShape, record: Record, settings: Settings, rates: Rates, update_bytes: Sequence[int]
+) -> Must:
+    """The least that the busiest resource has to do, for the share of the optimizer state on the device that makes it
+    least."""
+    facts = _Facts(shape, record, settings, rates, update_bytes)
+    room = settings.device - min((moment.peak for moment in record.moments), default=0)
+    most = min(1.0, max(0.0, room / facts.state)) if facts.state else 1.0
+    shares = [0.0] if settings.placement != "auto" else [most * step / SHARES for step in range(SHARES + 1)]
+    return min((facts.at(share) for share in shares), key=lambda must: must.bound)
+
+
+SHARES = 100
+
+
+class _Facts:
+    def __init__(
+        self, shape: ModelShape, record: Record, settings: Settings, rates: Rates, update_bytes: Sequence[int]
+    ) -> None:
+        trained = [i for i, count in enumerate(shape.state_bytes) if count]
+        self.settings, self.rates = settings, rates
+        self.state = sum(shape.state_bytes)
+        self.grads = sum(shape.gradient_bytes)
+        self.params = sum(shape.parameter_bytes[i] for i in trained)
+        self.updates = sum(update_bytes)
+        self.compute = settings.accumulate * sum(rates.compute(moment) for moment in record.moments)
+        self.rooms = [settings.device - moment.peak for moment in record.moments]
+        self.crossing = _crossing(shape, record)
+        self.gathered = sum(shape.whole_bytes[i] for i in trained if i in shape.shared)
+
+    def at(self, share: float) -> Must:
+        rates, settings = self.rates, self.settings
+        away = 1 - share
+        held = share * (self.state + self.params)
+        again = max(
+            (max(0.0, held + max(0.0, across - share * self.params) - room)
+             for room, across in zip(self.rooms, self.crossing, strict=True)),
+            default=0.0,
+        )  # fmt: skip
+        again = 0.0 if settings.placement == "static" else again * settings.accumulate
+        up, down = away * self.params + again, away * self.grads
+        host = settings.host - away * (self.params + self.grads)
+        streamed = max(0.0, away * self.state - max(0.0, host))
+        links = rates.machine.links
+        wire = rates.gather(self.gathered, rates.ranks) if self.gathered else 0.0
+        seconds = {
+            COMPUTE: self.compute + share * rates.update_on_device(self.updates),
+            HOST: away * rates.update_on_host(self.updates),
+            TO_DEVICE: up / links.host_device,
+            TO_HOST: down / links.host_device,
+            WIRE: wire * (1 + settings.accumulate),
+            DISK: max(
+                rates.disk(streamed, True), rates.disk(streamed, False),
+                2 * streamed * rates.machine.devices_per_node / rates.machine.ssd.total,
+            ),
+        }  # fmt: skip
+        if rates.on_cpu:
+            copies = (seconds[TO_DEVICE] + seconds[TO_HOST]) / rates.machine.host.cores
+            seconds[COMPUTE] += seconds[HOST] + copies
+        else:
+            traffic = away * self.updates + up + down + 2 * streamed
+            seconds[DRAM] = traffic / rates.dram
+        return Must({name: value for name, value in seconds.items() if value})
 
 
 def _waiting(shape: ModelShape, record: Record) -> list[int]:

@@ -1,0 +1,274 @@
+"""What training a model on a machine will be like: whether it fits, where the bytes are, how long a step is, what
+holds it back.
+
+The planner that the engine runs makes the plan; the plan is walked and simulated on the machine's rates, and held
+against what any plan would have to do. Nothing here knows a device, a clock or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ebbtide.errors import BudgetError
+from ebbtide.plan.bound import Must, resource_bound
+from ebbtide.plan.execute import Job, Walked, walk
+from ebbtide.plan.place import Plan, make_plan
+from ebbtide.plan.rates import COMPUTE, HOST, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
+from ebbtide.plan.simulate import Run, simulate
+from ebbtide.plan.strategies import STRATEGIES, Ask, Setup, check_warm_up
+from ebbtide.record import Record
+
+NOTHING = 1e-9
+"""Seconds too short to speak of."""
+STRIP = 400
+"""Pieces that a step's timeline is drawn in."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model's iteration on a machine."""
+
+    ask: Ask
+    record: Record
+    tokens: int
+    """That a device's batch trains."""
+    exchanges: Mapping[int, int] = field(default_factory=dict)
+    strategy: str = "ebbtide"
+
+
+@dataclass(frozen=True)
+class Short:
+    tier: str
+    bytes: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Stall:
+    cause: str
+    seconds: float
+    moment: int
+    """At which most of it was lost."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The answer to a question."""
+
+    strategy: str
+    fits: bool
+    params: int
+    devices: int
+    chunk_size: int
+    utilisation: float
+    margin_chunks: int
+    short: Short | None = None
+    bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By tier and tag, on one device and in one rank's share of host and SSD; the device's at its fullest moment."""
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    """A step, by link, of one device."""
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    """Of all devices."""
+    tflops_per_device: float | None = None
+    bound_seconds: float | None = None
+    achieved_over_bound: float | None = None
+    must_seconds: Mapping[str, float] = field(default_factory=dict)
+    bottleneck: str | None = None
+    """What the step waits for most, beside computing; the busiest resource where it waits for nothing."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    stalls: tuple[Stall, ...] = ()
+    staleness: int | None = None
+    """Passes that an update is behind, where updates are lock-free."""
+    timeline: Mapping[str, tuple[tuple[float, float, str], ...]] = field(default_factory=dict)
+    """By lane: when its tasks ran in one step (start, end, cause)."""
+
+
+def look(question: Question) -> Outlook:
+    setup = STRATEGIES[question.strategy](question.ask)
+    base = Outlook(
+        question.strategy,
+        False,
+        question.ask.model.elements,
+        question.ask.ranks,
+        setup.chunk_size,
+        setup.layout.utilisation,
+        _margin_chunks(setup, question.record),
+    )
+    try:
+        check_warm_up(setup)
+        plan = make_plan(setup.shape, question.record, setup.settings)
+    except BudgetError as error:
+        return replace(base, short=Short(error.tier, error.short, str(error)))
+    return _answer(question, setup, plan, base)
+
+
+def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outlook:
+    rates = Rates(question.ask.machine)
+    job = Job(
+        setup.shape,
+        plan,
+        setup.settings,
+        rates,
+        setup.update_bytes,
+        setup.captured,
+        setup.blocking,
+        setup.all_reduce,
+        setup.lock_free,
+        question.exchanges,
+    )
+    walked = walk(job)
+    run = simulate(walked.tasks)
+    begin, end = run.ends[walked.last[-2]], run.ends[walked.last[-1]]
+    must = resource_bound(setup.shape, question.record, setup.settings, rates, setup.update_bytes)
+    step, staleness = end - begin, None
+    if setup.lock_free:
+        behind = _streamed_update(job)
+        staleness = max(1, -(-int(1e6 * behind) // int(1e6 * step)))
+        limit = question.ask.config.max_staleness
+        step, staleness = max(step, behind / limit), min(staleness, limit)
+    stalls = _stalls(walked, run)
+    flops = question.record.flops * plan.accumulate
+    tokens = question.tokens * question.ask.ranks * plan.accumulate
+    return replace(
+        base,
+        fits=True,
+        bytes=_bytes(setup, plan, walked),
+        moved_bytes=_moved(walked),
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        tflops_per_device=flops / step / 1e12,
+        bound_seconds=must.bound,
+        achieved_over_bound=min(1.0, must.bound / step),
+        must_seconds=must.seconds,
+        bottleneck=_bottleneck(stalls, must, step),
+        busy_seconds=_busy(walked),
+        stalls=stalls,
+        staleness=staleness,
+        timeline=_timeline(walked, run, begin, end),
+    )
+
+
+def _margin_chunks(setup: Setup, record: Record) -> int:
+    """Chunks of optimizer state that fit beside the highest tide and all parameters; negative: parameter chunks that
+    do not fit."""
+    shape = setup.shape
+    states = [count for count in shape.state_bytes if count]
+    if not states:
+        return 0
+    room = setup.settings.device - record.peak - sum(shape.parameter_bytes)
+    each = sum(states) / len(states) if room >= 0 else sum(shape.parameter_bytes) / shape.chunks
+    return min(int(room // each), len(states))
+
+
+def _step_of(walked: Walked) -> range:
+    """The places of the steady iteration's tasks."""
+    return range(walked.first[-1], len(walked.tasks))
+
+
+def _bytes(setup: Setup, plan: Plan, walked: Walked) -> dict[str, dict[str, int]]:
+    shape = setup.shape
+    homes = plan.homes
+    states = {
+        home: sum(count for count, where in zip(shape.state_bytes, homes, strict=True) if where == home)
+        for home in ("host", "ssd")
+    }
+    away = [i for i, home in enumerate(homes) if home != "device" and shape.state_bytes[i]]
+    pinned = setup.settings.placement == "static"
+    kept = range(shape.chunks) if plan.host.keep else away
+    params = sum(shape.parameter_bytes[i] for i in kept if i not in plan.host.ssd_parameters)
+    grads = 0 if setup.settings.take_over else sum(shape.gradient_bytes[i] for i in away)
+    host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
+    if plan.host.ssd:
+        host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
+    ssd = {"state": states["ssd"], "param": sum(shape.parameter_bytes[i] for i in plan.host.ssd_parameters)}
+    return {"device": walked.peak_tags, "host": host, "ssd": ssd}
+
+
+def _moved(walked: Walked) -> dict[str, int]:
+    moved = dict.fromkeys((TO_DEVICE, TO_HOST, READ, WRITE, WIRE), 0)
+    for place in _step_of(walked):
+        task = walked.tasks[place]
+        if task.lane in moved:
+            moved[task.lane] += task.nbytes
+    return moved
+
+
+def _busy(walked: Walked) -> dict[str, float]:
+    busy: dict[str, float] = {}
+    for place in _step_of(walked):
+        task = walked.tasks[place]
+        busy[task.cause] = busy.get(task.cause, 0.0) + task.seconds
+    return busy
+
+
+def _stalls(walked: Walked, run: Run) -> tuple[Stall, ...]:
+    """What the computing lane waited for in the steady step, most first."""
+    lost: dict[str, dict[int, float]] = {}
+
+    def wait(until: float, last: int, moment: int) -> None:
+        for cause, seconds in _blame(run, last, before, until).items():
+            at = lost.setdefault(cause, {})
+            at[moment] = at.get(moment, 0.0) + seconds
+
+    before = run.ends[walked.last[-2]]
+    for place in _step_of(walked):
+        if walked.tasks[place].lane == COMPUTE:
+            wait(run.starts[place], run.waited_for[place], walked.tasks[place].moment)
+            before = max(before, run.ends[place])
+    wait(run.ends[walked.last[-1]], walked.last[-1], walked.tasks[walked.last[-1]].moment)
+    found = [
+        Stall(cause, sum(by_moment.values()), max(by_moment, key=lambda m: by_moment[m]))
+        for cause, by_moment in lost.items()
+    ]
+    return tuple(sorted(found, key=lambda stall: -stall.seconds))
+
+
+def _blame(run: Run, last: int, since: float, until: float) -> dict[str, float]:
+    """The causes of the chain of tasks that ends with `last` and was waited for between two points of time."""
+    causes: dict[str, float] = {}
+    while last >= 0 and until - since > NOTHING:
+        begin = max(since, run.starts[last])
+        if begin < until:
+            cause = run.tasks[last].cause
+            causes[cause] = causes.get(cause, 0.0) + until - begin
+            until = begin
+        last = run.waited_for[last]
+    return causes
+
+
+def _bottleneck(stalls: tuple[Stall, ...], must: Must, step: float) -> str:
+    if stalls and stalls[0].seconds > 0.02 * step:
+        return stalls[0].cause
+    return must.bottleneck
+
+
+def _streamed_update(job: Job) -> float:
+    """One pass of the updating thread over all chunks: read, update and write overlap."""
+    state = job.shape.state_bytes
+    ssd = [i for i, home in enumerate(job.plan.homes) if home == "ssd"]
+    host = [i for i, home in enumerate(job.plan.homes) if home != "device"]
+    streamed = sum(state[i] for i in ssd)
+    total = job.rates.machine.ssd.total / job.rates.machine.devices_per_node
+    disk = max(job.rates.disk(streamed, True), job.rates.disk(streamed, False), 2 * streamed / total)
+    return max(disk, job.rates.update_on_host(sum(job.update_bytes[i] for i in host)))
+
+
+def _timeline(
+    walked: Walked, run: Run, begin: float, end: float
+) -> dict[str, tuple[tuple[float, float, str], ...]]:
+    """The steady step, neighbouring tasks of one cause drawn as one."""
+    grain = (end - begin) / STRIP
+    lanes: dict[str, list[tuple[float, float, str]]] = {}
+    for place in _step_of(walked):
+        task = walked.tasks[place]
+        start, stop = max(run.starts[place], begin) - begin, run.ends[place] - begin
+        if stop <= start:
+            continue
+        strip = lanes.setdefault(task.lane, [])
+        if strip and strip[-1][2] == task.cause and start - strip[-1][1] < grain:
+            strip[-1] = (strip[-1][0], stop, task.cause)
+        else:
+            strip.append((start, stop, task.cause))
+    return {lane: tuple(lanes[lane]) for lane in (*LANES, HOST) if lane in lanes}

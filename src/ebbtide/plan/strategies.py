@@ -1,0 +1,302 @@
+"""Ways to place and move model data, ours and others', as inputs of one planner and one simulator.
+
+What distinguishes a strategy is a handful of facts: bytes a parameter, what a rank holds of a chunk, whether moves
+are made ahead, where updates run. Others' are taken from their papers, not fitted to a machine:
+
+- `patrickstar` (Fang et al. 2022): fp16 parameters, fp32 master, momentum and variance in chunks of one size, which is
+  at least the largest tensor (section 6.1); gradients take the parameters' space, so 14 bytes a parameter; a
+  communication group is one whole chunk of every rank, fetched together (6.2); moves and collectives happen when a
+  chunk is accessed (Algorithm 1), updates after backward; while the warm-up iteration is traced, at most 20 % of the
+  device holds model data (7.3).
+- `angel-ptm` (Nie et al. 2023): pages of 4 MiB, fp32 master and moments beside fp16 parameters and gradients, 16
+  bytes; moves and gathers scheduled ahead in two phases (Algorithm 1); optimizer state cached on the device where
+  there is room; updates on the host beside the computation; SSD for what RAM cannot hold.
+- `static` (ZeRO-Offload: Ren et al. 2021): fp16 parameters whole on every device, gradients and optimizer state in
+  slices on the host, 2 + 12 bytes; updated there, then sent back.
+- `all-on-device`: everything on every device, 2 + 2 + 12 bytes; gradients are summed over ranks while backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ebbtide.config import Config
+from ebbtide.errors import BudgetError
+from ebbtide.layout import (
+    ALIGNMENT,
+    ITEMSIZE,
+    Chunk,
+    Layout,
+    Span,
+    TensorSpec,
+    build_layout,
+    search_chunk_size,
+    unit_elements,
+)
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.units import format_size, round_up
+
+WARM_UP_SHARE = 0.2
+MOMENTS = 8
+"""Bytes of momentum and variance, an element."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, as the planner sees it."""
+
+    tensors: tuple[TensorSpec, ...]
+    trained: tuple[bool, ...]
+    runs: tuple[tuple[int, ...], ...]
+    expert: tuple[bool, ...] = ()
+    """By tensor: it belongs to an expert, of which this rank holds its share; other ranks hold other experts."""
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A strategy applied to a model and a machine."""
+
+    layout: Layout
+    shape: ModelShape
+    settings: Settings
+    update_bytes: tuple[int, ...]
+    captured: tuple[int, ...] = ()
+    blocking: bool = True
+    all_reduce: bool = False
+    lock_free: bool = False
+    warm_up: int | None = None
+    """Bytes of the device that model data may take before there is a trace."""
+    chunk_size: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Model, machine and settings."""
+
+    model: Model
+    machine: Machine
+    config: Config
+
+    @property
+    def ranks(self) -> int:
+        return self.machine.devices
+
+    @property
+    def device(self) -> int:
+        return self.machine.device.memory - self.machine.device.reserved
+
+    @property
+    def host(self) -> int:
+        host = self.machine.host
+        return (host.memory - host.reserved) // self.machine.devices_per_node
+
+    @property
+    def ssd(self) -> int:
+        return self.machine.ssd.memory // self.machine.devices_per_node
+
+    @property
+    def master(self) -> str:
+        return self.config.resolved_master
+
+    def settings(self, **changes: object) -> Settings:
+        base = Settings(
+            self.device,
+            self.host,
+            self.config.placement,
+            self.config.eviction,
+            self.config.prefetch,
+            self.config.accumulate,
+            self.config.updates == "in-backward",
+            ssd=self.ssd,
+        )
+        return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def ebbtide(ask: Ask) -> Setup:
+    config = ask.config
+    specs = ask.model.tensors
+    size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
+    layout = _layout(ask.model, config.layout, size)
+    take_over = ask.master == "separate" and config.accumulate == 1 and config.updates == "exact"
+    one_tier = ask.machine.device.kind == "cpu" and not ask.machine.host.memory
+    return _setup(
+        ask,
+        layout,
+        ask.master,
+        ask.settings(take_over=take_over),
+        captured=not one_tier,
+        lock_free=config.updates == "lock-free",
+    )
+
+
+def patrickstar(ask: Ask) -> Setup:
+    specs = ask.model.tensors
+    largest = max(round_up(spec.numel, ALIGNMENT) for spec in specs)
+    size = max(largest, search_chunk_size(specs).chunk_size)
+    layout = _grouped(build_layout(specs, "chunk", size), ask.ranks)
+    settings = ask.settings(
+        placement="auto",
+        eviction="farthest-next-use",
+        prefetch=False,
+        in_backward=False,
+        take_over=ask.config.accumulate == 1,
+        ssd=0,
+    )
+    setup = _setup(ask, layout, "separate", settings, whole_slices=True)
+    return replace(setup, warm_up=int(WARM_UP_SHARE * ask.device), chunk_size=size)
+
+
+def angel_ptm(ask: Ask) -> Setup:
+    layout = _layout(ask.model, "page", None)
+    settings = ask.settings(placement="auto", eviction="farthest-next-use", prefetch=True, in_backward=False)
+    lock_free = ask.config.updates == "lock-free"
+    return _setup(ask, layout, "separate", settings, blocking=False, lock_free=lock_free)
+
+
+def static(ask: Ask) -> Setup:
+    layout = _layout(ask.model, "chunk", None)
+    settings = ask.settings(placement="static", in_backward=False, ssd=0)
+    return _setup(ask, layout, "separate", settings)
+
+
+def all_on_device(ask: Ask) -> Setup:
+    layout = _layout(ask.model, "chunk", None)
+    settings = ask.settings(placement="auto", in_backward=False, host=0, ssd=0)
+    setup = _setup(
+        replace(ask, machine=replace(ask.machine, nodes=1, devices_per_node=1)), layout, "separate", settings
+    )
+    return replace(setup, settings=settings, all_reduce=ask.ranks > 1, captured=())
+
+
+STRATEGIES: dict[str, Callable[[Ask], Setup]] = {
+    "ebbtide": ebbtide,
+    "patrickstar": patrickstar,
+    "angel-ptm": angel_ptm,
+    "static": static,
+    "all-on-device": all_on_device,
+}
+
+
+def check_warm_up(setup: Setup) -> None:
+    """The first iteration, which has no trace, within its share of the device."""
+    if setup.warm_up is None:
+        return
+    shape = setup.shape
+    largest = max(shape.sizes[shape.used(i)] for i in range(shape.chunks))
+    if largest > setup.warm_up:
+        raise BudgetError(
+            f"device: a communication group has {format_size(largest)}, and the warm-up iteration gives model data "
+            f"{format_size(setup.warm_up)} of the device: short by {format_size(largest - setup.warm_up)}",
+            tier="device",
+            short=int((largest - setup.warm_up) / WARM_UP_SHARE),
+            advice="take fewer devices, or ones with more memory",
+        )
+    total = sum(shape.parameter_bytes) + sum(shape.state_bytes)
+    short = total - setup.settings.host - setup.warm_up
+    if short > 0:
+        raise BudgetError(
+            f"host: model data of {format_size(total)} a rank does not fit {format_size(setup.settings.host)} and the "
+            f"warm-up share of the device: short by {format_size(short)}",
+            tier="host",
+            short=short,
+            advice=f"raise host.memory by {short} bytes a device",
+        )
+
+
+def _setup(
+    ask: Ask,
+    layout: Layout,
+    master: str,
+    settings: Settings,
+    *,
+    captured: bool = True,
+    blocking: bool = True,
+    lock_free: bool = False,
+    whole_slices: bool = False,
+) -> Setup:
+    model = ask.model
+    trained = [False] * len(layout.chunks)
+    for tensor, wanted in zip(model.tensors, model.trained, strict=True):
+        trained[layout.spans[tensor.name].chunk] |= wanted
+    shared = _shared(model, layout) if ask.ranks > 1 else frozenset()
+    slices, whole, states, updates = [], [], [], []
+    for chunk in layout.chunks:
+        item = ITEMSIZE[chunk.dtype]
+        count = chunk.size
+        if chunk.index in shared:
+            count = chunk.size // ask.ranks if whole_slices else round_up(-(-count // ask.ranks), ALIGNMENT)
+        state = (MOMENTS + _master_bytes(master, chunk.dtype)) * count if trained[chunk.index] else 0
+        slices.append(count * item)
+        whole.append(
+            (chunk.size if whole_slices else count * ask.ranks) * item if chunk.index in shared else 0
+        )
+        states.append(state)
+        updates.append(2 * state + count * item * (3 if master == "split" or item == 4 else 2))
+    grads = [size if wanted else 0 for size, wanted in zip(slices, trained, strict=True)]
+    places = tuple(layout.spans[tensor.name].chunk for tensor in model.tensors)
+    run_chunks = tuple(tuple(sorted({places[p] for p in run})) for run in model.runs)
+    shape = ModelShape(
+        run_chunks, places, tuple(slices), tuple(grads), tuple(states), tuple(whole) if shared else ()
+    )
+    copied = tuple(tensor.numel * ITEMSIZE[tensor.dtype] for tensor in model.tensors) if captured else ()
+    return Setup(
+        layout, shape, settings, tuple(updates), copied, blocking, False, lock_free, None, layout.unit
+    )
+
+
+def _master_bytes(master: str, dtype: str) -> int:
+    """Of an element, beside the parameter."""
+    return 0 if dtype == "fp32" else 2 if master == "split" else 4
+
+
+def _shared(model: Model, layout: Layout) -> frozenset[int]:
+    """The chunks that ranks hold slices of: all but experts'."""
+    own = {
+        layout.spans[tensor.name].chunk
+        for tensor, expert in zip(model.tensors, model.expert or [False] * len(model.tensors), strict=True)
+        if expert
+    }
+    return frozenset(range(len(layout.chunks))) - own
+
+
+def _layout(model: Model, cut: str, size: int | None) -> Layout:
+    """Experts' tensors and the others never share a chunk."""
+    if not any(model.expert):
+        return build_layout(model.tensors, cut, size)
+    groups = [
+        [tensor for tensor, expert in zip(model.tensors, model.expert, strict=True) if expert == wanted]
+        for wanted in (False, True)
+    ]
+    return _joined([build_layout(group, cut, size) for group in groups if group])
+
+
+def _joined(layouts: Sequence[Layout]) -> Layout:
+    chunks: list[Chunk] = []
+    spans: dict[str, Span] = {}
+    for layout in layouts:
+        first = len(chunks)
+        chunks += [replace(chunk, index=first + chunk.index) for chunk in layout.chunks]
+        spans |= {name: replace(span, chunk=first + span.chunk) for name, span in layout.spans.items()}
+    return Layout(layouts[0].cut, layouts[0].unit, tuple(chunks), spans)
+
+
+def _grouped(layout: Layout, ranks: int) -> Layout:
+    """As many chunks as there are ranks make a communication group, which is gathered as one."""
+    if ranks == 1:
+        return layout
+    unit = layout.unit * ranks
+    count = -(-len(layout.chunks) // ranks)
+    chunks = tuple(
+        replace(layout.chunks[i * ranks], index=i, size=unit, start=i * unit, used=unit) for i in range(count)
+    )
+    spans = {
+        name: replace(span, chunk=span.chunk // ranks, offset=span.chunk % ranks * layout.unit + span.offset)
+        for name, span in layout.spans.items()
+    }
+    return Layout(layout.cut, unit, chunks, spans)
