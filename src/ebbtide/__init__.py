@@ -6,10 +6,21 @@ from ebbtide.config import Config
 
 if TYPE_CHECKING:
     from ebbtide.engine import Engine, StepResult, initialize
+    from ebbtide.forecasts import Forecast, forecast
     from ebbtide.tracing.alone import Trace, trace
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Engine", "StepResult", "Trace", "__version__", "initialize", "trace"]
+__all__ = [
+    "Config",
+    "Engine",
+    "Forecast",
+    "StepResult",
+    "Trace",
+    "__version__",
+    "forecast",
+    "initialize",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from ebbtide import engine
 
         return getattr(engine, name)
+    if name in ("Forecast", "forecast"):
+        from ebbtide import forecasts
+
+        return getattr(forecasts, name)
     if name in ("Trace", "trace"):
         from ebbtide.tracing import alone
 

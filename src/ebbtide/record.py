@@ -35,6 +35,8 @@ class Moment:
     host_seconds: float = 0.0
     work: tuple[Work, ...] = ()
     """By operator; empty where the operators were not seen (a live trace on a GPU)."""
+    alive: int = 0
+    """Bytes of non-model data at the end of the moment."""
 
     @property
     def phase(self) -> int:

@@ -15,6 +15,8 @@ from typer.main import get_command
 
 from ebbtide.cli.bench import bench
 from ebbtide.cli.demo import demo
+from ebbtide.cli.doctor import doctor
+from ebbtide.cli.plan import plan
 from ebbtide.cli.train import train
 from ebbtide.errors import EbbtideError, nearest
 
@@ -26,8 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 app.command()(demo)
+app.command()(doctor)
 
 BAD_INPUT = 2
 INTERRUPTED = 130

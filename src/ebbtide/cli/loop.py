@@ -17,8 +17,9 @@ from ebbtide.cli.options import Task
 from ebbtide.cli.process import keep_freed_memory
 from ebbtide.config import Config
 from ebbtide.engine import initialize
-from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.errors import ConfigError
 from ebbtide.models import Batches, ModelSpec, find_model
+from ebbtide.models.recompute import checkpoint_activations
 from ebbtide.units import format_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,7 +57,7 @@ class Training:
         self._valid = self._validation() if task.eval_every else None
         module = self.spec.build(task.seed)
         if task.checkpoint_activations:
-            _checkpoint(module, task.model)
+            checkpoint_activations(module, task.model)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.engine = initialize(module, config)
         keep_freed_memory()
@@ -180,14 +181,6 @@ def _check_size(task: Task) -> None:
 def _check_length(task: Task, spec: ModelSpec) -> None:
     if spec.context is not None and task.seq > spec.context:
         raise ConfigError(f"--seq: {task.seq} is longer than the context of {task.model}, {spec.context}")
-
-
-def _checkpoint(module: Any, name: str) -> None:
-    if not getattr(module, "supports_gradient_checkpointing", False):
-        raise UnsupportedError(f"--checkpoint-activations: {name} cannot checkpoint its layers")
-    # Transformers renamed it on the way from 5 to 6.
-    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _factor(schedule: str, done: float) -> float:

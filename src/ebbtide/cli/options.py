@@ -18,6 +18,7 @@ CONFIG_KEYS = {
     "--eviction": "eviction",
     "--prefetch": "prefetch",
     "--updates": "updates",
+    "--max-staleness": "max_staleness",
     "--accumulate": "accumulate",
     "--clip": "clip",
     "--lr": "optimizer.lr",

@@ -18,6 +18,7 @@ from ebbtide.plan.rates import COMPUTE, HOST, LANES, READ, TO_DEVICE, TO_HOST, W
 from ebbtide.plan.simulate import Run, simulate
 from ebbtide.plan.strategies import STRATEGIES, Ask, Setup, check_warm_up
 from ebbtide.record import Record
+from ebbtide.units import format_size
 
 NOTHING = 1e-9
 """Seconds too short to speak of."""
@@ -35,6 +36,12 @@ class Question:
     """That a device's batch trains."""
     exchanges: Mapping[int, int] = field(default_factory=dict)
     strategy: str = "ebbtide"
+    offloaded: Mapping[int, int] = field(default_factory=dict)
+    """By moment: bytes of activations that leave the device, or come back (below zero)."""
+    offloaded_bytes: int = 0
+    """That they take on the host."""
+    params: int = 0
+    """Of the whole model, where a rank holds a share of it; 0: as traced."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +94,20 @@ class Outlook:
 
 def look(question: Question) -> Outlook:
     setup = STRATEGIES[question.strategy](question.ask)
+    left = setup.settings.host - question.offloaded_bytes
+    setup = replace(setup, settings=replace(setup.settings, host=max(0, left)))
     base = Outlook(
         question.strategy,
         False,
-        question.ask.model.elements,
+        question.params or question.ask.model.elements,
         question.ask.ranks,
         setup.chunk_size,
         setup.layout.utilisation,
         _margin_chunks(setup, question.record),
     )
+    if left < 0:
+        message = f"host: activations that leave the device take {format_size(question.offloaded_bytes)}"
+        return replace(base, short=Short("host", -left, message))
     try:
         check_warm_up(setup)
         plan = make_plan(setup.shape, question.record, setup.settings)
@@ -117,6 +129,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         setup.all_reduce,
         setup.lock_free,
         question.exchanges,
+        question.offloaded,
     )
     walked = walk(job)
     run = simulate(walked.tasks)
@@ -134,7 +147,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
     return replace(
         base,
         fits=True,
-        bytes=_bytes(setup, plan, walked),
+        bytes=_bytes(setup, plan, walked, question.offloaded_bytes),
         moved_bytes=_moved(walked),
         step_seconds=step,
         tokens_per_second=tokens / step,
@@ -167,7 +180,7 @@ def _step_of(walked: Walked) -> range:
     return range(walked.first[-1], len(walked.tasks))
 
 
-def _bytes(setup: Setup, plan: Plan, walked: Walked) -> dict[str, dict[str, int]]:
+def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[str, dict[str, int]]:
     shape = setup.shape
     homes = plan.homes
     states = {
@@ -180,6 +193,8 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked) -> dict[str, dict[str, int]
     params = sum(shape.parameter_bytes[i] for i in kept if i not in plan.host.ssd_parameters)
     grads = 0 if setup.settings.take_over else sum(shape.gradient_bytes[i] for i in away)
     host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
+    if activations:
+        host["activations"] = activations
     if plan.host.ssd:
         host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
     ssd = {"state": states["ssd"], "param": sum(shape.parameter_bytes[i] for i in plan.host.ssd_parameters)}

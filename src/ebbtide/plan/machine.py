@@ -7,36 +7,65 @@ the share that large matrix products reach. Where a table of rates was measured,
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from ebbtide.errors import ConfigError, nearest
 from ebbtide.record import ATTENTION, CONVOLUTION, MATMUL, Work
 from ebbtide.strict import (
+    Check,
+    Key,
     Section,
     build,
     choice,
-    flops,
     number,
     optional,
     pair,
     plain,
-    rate,
     read_file,
+    refuse,
     several,
     size,
     text,
     whole,
 )
+from ebbtide.units import format_size, nearest_flops, nearest_rate, parse_flops, parse_rate
 
 Curve = tuple[tuple[float, float], ...]
+
+
+def _quantity(parse: Callable[[Any], float], near: Callable[[object], str], allowed: str) -> Check:
+    def check(key: Key, value: Any) -> float:
+        try:
+            return parse(value)
+        except ConfigError:
+            raise refuse(key, value, allowed, near(value)) from None
+
+    return check
+
+
+rate = _quantity(parse_rate, nearest_rate, "a rate above zero such as '12GB/s'")
+flops = _quantity(parse_flops, nearest_flops, "operations a second above zero such as '125T'")
 _seconds = number("seconds from 0 to 1", lambda x: 0 <= x <= 1)
-_share = number("a share in (0, 1]", lambda x: 0 < x <= 1)
+_share = number("a share above 0 and at most 1", lambda x: 0 < x <= 1)
 _intensity = number("operations a byte, above zero", lambda x: x > 0)
-_curve = several(pair(_intensity, flops))
+_points = several(pair(_intensity, flops))
+
+
+def _curve(key: Key, value: Any) -> Curve:
+    curve: Curve = _points(key, value)
+    for place, (before, after) in enumerate(pairwise(curve), 1):
+        if after[0] <= before[0]:
+            raise refuse(
+                key.at(place),
+                after[0],
+                f"more operations a byte than the {before[0]:g} of the point before it",
+            )
+    return curve
 
 
 @dataclass(frozen=True)
@@ -53,7 +82,8 @@ class DeviceSpec(MachineSection):
     """The peak at the compute precision."""
     bandwidth: Annotated[float, rate]
     kind: Annotated[str, choice("cuda", "cpu")] = "cuda"
-    """`cpu`: the host's cores compute, so copies and updates share them."""
+    """`cpu`: the host's cores compute, so copies and updates share them, and the memory of device and host is
+    the same RAM, stated twice."""
     reserved: Annotated[int, size(least=0, auto=False)] = 0
     """Context and library workspaces: not for the budget."""
     efficiency: Annotated[float, _share] = 0.5
@@ -122,8 +152,8 @@ class Machine(MachineSection):
         for one in (self.device, self.host):
             if one.reserved >= one.memory and one.memory:
                 raise ConfigError(
-                    f"{one.key('reserved')}: expected less than {one.key('memory').path} ({one.memory} bytes), "
-                    f"found {one.reserved} bytes"
+                    f"{one.key('reserved')}: expected less than {one.key('memory').path}, which is "
+                    f"{format_size(one.memory)}, found {format_size(one.reserved)}"
                 )
 
     @classmethod
@@ -132,10 +162,10 @@ class Machine(MachineSection):
         if isinstance(source, Machine):
             return source
         if isinstance(source, Mapping):
-            return build(cls, source)
+            return _plausible(build(cls, source))
         path = find_machine(source)
         try:
-            return build(cls, read_file(path, "machine"))
+            return _plausible(build(cls, read_file(path, "machine")))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -166,6 +196,43 @@ class Machine(MachineSection):
     @cached_property
     def _rates(self) -> _Rates:
         return _Rates(self.device)
+
+
+_RATES = (
+    "bandwidth",
+    "pointwise",
+    "update",
+    "read",
+    "write",
+    "total",
+    "host_device",
+    "device_device",
+    "node_node",
+)
+_PLAUSIBLE: dict[str, tuple[float, float, str]] = {
+    "memory": (1e6, 1e16, "a size from 1MB to 10PB, such as '24GB'"),
+    "flops": (1e8, 1e18, "operations a second from 0.1G to 1000P, such as '125T'"),
+    "nodes": (1, 1e6, "a whole number from 1 to 1000000"),
+    "devices_per_node": (1, 1e4, "a whole number from 1 to 10000"),
+    "cores": (1, 1e5, "a whole number from 1 to 100000"),
+} | dict.fromkeys(_RATES, (1000000.0, 1000000000000000.0, "a rate from 1MB/s to 1000TB/s, such as '12GB/s'"))
+"""What some hardware could offer, by key: a number without its unit (12 for 12GB/s) lies outside."""
+
+
+def _plausible(machine: Machine) -> Machine:
+    """What people write is checked for sense; what programs make may be as small as they like."""
+    for section in (machine, machine.device, machine.host, machine.ssd, machine.links):
+        for one in fields(section):
+            least, most, allowed = _PLAUSIBLE.get(one.name, (0.0, 0.0, ""))
+            value = getattr(section, one.name)
+            if allowed and value and not least <= value <= most:
+                raise refuse(section.key(one.name), value, allowed)
+    for name in ("matmul", "attention"):
+        for place, (_, value) in enumerate(getattr(machine.device, name)):
+            least, most, allowed = _PLAUSIBLE["flops"]
+            if not least <= value <= most:
+                raise refuse(machine.device.key(name).at(place), value, allowed)
+    return machine
 
 
 class _Rates:

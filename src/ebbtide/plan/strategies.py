@@ -93,8 +93,12 @@ class Ask:
 
     @property
     def host(self) -> int:
+        """A device's share. Where the cores are the device, its memory is a part of the host's."""
         host = self.machine.host
-        return (host.memory - host.reserved) // self.machine.devices_per_node
+        left = host.memory - host.reserved
+        if self.machine.device.kind == "cpu":
+            left -= self.machine.device.memory
+        return max(0, left) // self.machine.devices_per_node
 
     @property
     def ssd(self) -> int:
@@ -124,7 +128,7 @@ def ebbtide(ask: Ask) -> Setup:
     size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
     layout = _layout(ask.model, config.layout, size)
     take_over = ask.master == "separate" and config.accumulate == 1 and config.updates == "exact"
-    one_tier = ask.machine.device.kind == "cpu" and not ask.machine.host.memory
+    one_tier = ask.machine.device.kind == "cpu" and not ask.host
     return _setup(
         ask,
         layout,

@@ -46,7 +46,8 @@ class Recorder:
         seconds = time.perf_counter() - self._start
         peak, work = self._meter.take_peak() + self._fixed, self._meter.take_work()
         if self._event >= 0:
-            self._moments.append(Moment(self._event, peak, seconds, work))
+            alive = self._meter.alive() + self._fixed
+            self._moments.append(Moment(self._event, peak, seconds, work, alive))
             self._event = -1
 
     def begin(self, run: int, phase: int) -> None:

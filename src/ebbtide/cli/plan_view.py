@@ -1,0 +1,131 @@
+"""A forecast for people: a table for each tier with bars, the step's timeline in strips, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ebbtide.plan.verdict import NAMES
+from ebbtide.units import format_size
+
+if TYPE_CHECKING:
+    from ebbtide.forecasts import Forecast
+
+BAR = 24
+LEVELS = " ▏▎▍▌▋▊▉█"
+LANES = {
+    "compute": "device",
+    "host": "host update",
+    "host_to_device": "host→device",
+    "device_to_host": "device→host",
+    "ssd_read": "ssd read",
+    "ssd_write": "ssd write",
+    "wire": "wire",
+}
+
+
+def print_forecast(forecast: Forecast) -> None:
+    console = Console()
+    found = forecast.outlook
+    console.print(_facts(forecast))
+    for tier, tags in found.bytes.items():
+        if sum(tags.values()):
+            console.print(_tier(tier, tags))
+    if found.timeline and found.step_seconds:
+        console.print(f"one step, {found.step_seconds:.3g} s", highlight=False)
+        width = max(20, min(console.width, 120) - 14)
+        for lane, strip in found.timeline.items():
+            console.print(f"{LANES[lane]:>12} {_strip(strip, found.step_seconds, width)}", highlight=False)
+    for note in forecast.notes:
+        console.print(f"note: {note}", highlight=False)
+    if found.short is not None:
+        console.print(found.short.message, highlight=False)
+    console.print(forecast.verdict, style="bold", highlight=False)
+
+
+def _facts(forecast: Forecast) -> Table:
+    found = forecast.outlook
+    table = Table(show_header=False, box=None)
+    table.add_row("model", f"{forecast.model}, {found.params / 1e9:.3g}B parameters")
+    devices = f"{forecast.gpus} device{'s' if forecast.gpus > 1 else ''}"
+    table.add_row("machine", f"{forecast.machine}, {devices}, strategy {found.strategy}")
+    table.add_row("chunks", f"of {found.chunk_size:,} elements, {100 * found.utilisation:.1f} % used; "
+                  f"{found.margin_chunks} of optimizer state fit the margin")  # fmt: skip
+    if forecast.max is not None:
+        layers = f"{forecast.max.layers} layers, " if forecast.max.layers else ""
+        table.add_row("largest", f"{forecast.max.params / 1e9:.3g}B, {layers}batch {forecast.max.batch}")
+    if found.step_seconds:
+        table.add_row(
+            "speed",
+            f"{found.step_seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s, "
+            f"{found.tflops_per_device:.3g} TFLOPS a device; bound {found.bound_seconds:.3g} s",
+        )
+        moved = ", ".join(f"{NAMES[k]} {format_size(n)}" for k, n in found.moved_bytes.items() if n)
+        table.add_row("moved", moved or "nothing")
+    if found.staleness:
+        table.add_row("staleness", f"{found.staleness} passes")
+    table.add_row("took", f"trace {forecast.trace_seconds:.1f} s, plan {forecast.plan_seconds:.1f} s")
+    return table
+
+
+def _tier(tier: str, tags: Mapping[str, int]) -> Table:
+    total = sum(tags.values())
+    table = Table(title=f"{tier}: {format_size(total)}", title_justify="left", show_header=False, box=None)
+    for tag, count in tags.items():
+        if count:
+            table.add_row(f"  {tag}", format_size(count), _bar(count / total))
+    return table
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * BAR * 8)
+    return "█" * (eighths // 8) + LEVELS[eighths % 8].strip()
+
+
+def _strip(strip: Iterable[tuple[float, float, str]], seconds: float, width: int) -> str:
+    """How busy a lane is, piece by piece."""
+    busy = [0.0] * width
+    piece = seconds / width
+    for start, end, _ in strip:
+        for place in range(max(0, int(start / piece)), min(width, int(end / piece) + 1)):
+            busy[place] += max(0.0, min(end, (place + 1) * piece) - max(start, place * piece))
+    shades = " ░▒▓█"
+    return "".join(shades[min(4, round(4 * part / piece + 0.3)) if part else 0] for part in busy)
+
+
+def print_rows(rows: list[dict[str, Any]], compare: bool) -> None:
+    """Several answers side by side."""
+    table = Table(title_justify="left")
+    for name in ("strategy", "gpus", "fits", "largest", "step s", "tokens/s", "TFLOPS", "of bound", "held back by",
+                 "host link", "wire", "speed-up"):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("strategy", "held back by") else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if not row["fits"]:
+            console.print(f"{row['strategy']}, {row['gpus']}: {row['short']['message']}", highlight=False)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    best = row["max"]
+    moved = row["moved_bytes"]
+    cells = [row["strategy"], str(row["gpus"]), "yes" if row["fits"] else "no"]
+    cells.append(f"{best['params'] / 1e9:.3g}B, batch {best['batch']}" if best else "")
+    if not row["fits"]:
+        return [*cells, *[""] * 8]
+    return [
+        *cells,
+        f"{row['step_seconds']:.3g}",
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['tflops_per_device']:.3g}",
+        f"{100 * row['achieved_over_bound']:.0f} %",
+        NAMES.get(row["bottleneck"], row["bottleneck"]),
+        format_size(moved["host_to_device"] + moved["device_to_host"]),
+        format_size(moved["wire"]),
+        f"{row['speed_up']:.2f}" if row["speed_up"] else "",
+    ]

@@ -1,0 +1,117 @@
+"""An outlook in words: one sentence on whether it fits, how near the bound it runs, what holds it back, what would
+lift it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ebbtide.plan.forecast import Outlook, Question, look
+from ebbtide.plan.machine import Machine
+from ebbtide.units import format_size
+
+NAMES = {
+    "compute": "computing",
+    "host": "updates on the host",
+    "update": "updates on the host",
+    "host_to_device": "host-to-device",
+    "device_to_host": "device-to-host",
+    "ssd_read": "SSD reads",
+    "ssd_write": "SSD writes",
+    "disk": "the SSD",
+    "wire": "the links between devices",
+    "memory": "the host's memory bandwidth",
+    "activations": "activations on their way",
+}
+WORTH = 1.03
+"""A change is worth saying where a step becomes faster by this factor."""
+
+
+@dataclass(frozen=True)
+class Lift:
+    """What a change of the machine would do."""
+
+    change: str
+    faster: float
+
+
+def _scaled(part: str, key: str, factor: float) -> Callable[[Machine], Machine]:
+    def change(machine: Machine) -> Machine:
+        section = getattr(machine, part)
+        value = getattr(section, key)
+        if value is None:
+            return machine
+        scaled = int(value * factor) if isinstance(value, int) else value * factor
+        return replace(machine, **{part: replace(section, **{key: scaled})})
+
+    return change
+
+
+def _faster_host(machine: Machine) -> Machine:
+    return _scaled("host", "update", 2)(_scaled("host", "bandwidth", 2)(machine))
+
+
+def _faster_wire(machine: Machine) -> Machine:
+    return _scaled("links", "node_node", 2)(_scaled("links", "device_device", 2)(machine))
+
+
+def _faster_disk(machine: Machine) -> Machine:
+    for key in ("read", "write", "total"):
+        machine = _scaled("ssd", key, 2)(machine)
+    return machine
+
+
+def _memory(tier: str) -> tuple[str, Callable[[Machine], Machine]]:
+    name = {"device": "device memory", "host": "RAM"}[tier]
+    return f"a quarter more {name}", _scaled(tier, "memory", 1.25)
+
+
+_LINK = ("twice the host-to-device rate", _scaled("links", "host_device", 2))
+_HOST = ("twice the host's memory bandwidth", _faster_host)
+_DISK = ("an SSD twice as fast", _faster_disk)
+_WIRE = ("links between devices twice as fast", _faster_wire)
+_COMPUTE = ("a device that computes twice as fast", _scaled("device", "flops", 2))
+
+CHANGES: Mapping[str, tuple[tuple[str, Callable[[Machine], Machine]], ...]] = {
+    "host_to_device": (_LINK, _memory("device")),
+    "device_to_host": (_LINK, _memory("device")),
+    "activations": (_LINK, _memory("device")),
+    "update": (_HOST, _memory("device")),
+    "host": (_HOST, _memory("device")),
+    "memory": (_HOST, _memory("device")),
+    "ssd_read": (_memory("host"), _DISK),
+    "ssd_write": (_memory("host"), _DISK),
+    "disk": (_memory("host"), _DISK),
+    "wire": (_WIRE,),
+    "compute": (_COMPUTE,),
+}
+
+
+def lifts(question: Question, found: Outlook) -> list[Lift]:
+    """What would make the step faster, most first."""
+    if not found.step_seconds:
+        return []
+    tried = []
+    for name, change in CHANGES.get(found.bottleneck or "", ()):
+        machine = change(question.ask.machine)
+        other = look(replace(question, ask=replace(question.ask, machine=machine)))
+        if other.step_seconds:
+            tried.append(Lift(name, found.step_seconds / other.step_seconds))
+    return sorted((lift for lift in tried if lift.faster >= WORTH), key=lambda lift: -lift.faster)
+
+
+def sentence(found: Outlook, lifted: list[Lift]) -> str:
+    if not found.fits:
+        assert found.short is not None
+        tier = {"device": "device memory", "host": "RAM", "ssd": "SSD"}[found.short.tier]
+        return f"does not fit: {format_size(found.short.bytes)} of {tier} a device are missing"
+    assert found.achieved_over_bound is not None
+    text = f"fits; {100 * found.achieved_over_bound:.0f} % of the bound; "
+    stall = next((stall for stall in found.stalls if stall.cause == found.bottleneck), None)
+    held = NAMES.get(found.bottleneck or "", str(found.bottleneck))
+    text += f"held back by {held}"
+    if stall is not None and stall.moment >= 0:
+        text += f" ({stall.seconds:.3g} s, most at moment {stall.moment})"
+    if lifted:
+        text += f"; {lifted[0].change} would make a step {lifted[0].faster:.2f} times as fast"
+    return text
