@@ -6,7 +6,8 @@ from ebbtide.config import Config
 
 if TYPE_CHECKING:
     from ebbtide.engine import Engine, StepResult, initialize
-    from ebbtide.forecasts import Forecast, forecast
+    from ebbtide.forecaster import Forecast
+    from ebbtide.forecasts import forecast
     from ebbtide.tracing.alone import Trace, trace
 
 __version__ = "0.1.0"
@@ -29,10 +30,14 @@ def __getattr__(name: str) -> Any:
         from ebbtide import engine
 
         return getattr(engine, name)
-    if name in ("Forecast", "forecast"):
-        from ebbtide import forecasts
+    if name == "Forecast":
+        from ebbtide.forecaster import Forecast
 
-        return getattr(forecasts, name)
+        return Forecast
+    if name == "forecast":
+        from ebbtide.forecasts import forecast
+
+        return forecast
     if name in ("Trace", "trace"):
         from ebbtide.tracing import alone
 

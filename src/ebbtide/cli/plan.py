@@ -14,7 +14,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
 
 if TYPE_CHECKING:
-    from ebbtide.forecasts import Forecast, Forecaster, Workload
+    from ebbtide.forecaster import Forecast, Forecaster, Workload
     from ebbtide.plan.machine import Machine
 
 SIZE = "such as 24GB or 512MiB"
@@ -84,7 +84,7 @@ def plan(
         raise ConfigError(f"--min-tflops: expected a number of at least 0, found {min_tflops:g}")
     if find_max is not None:
         one_of("--find-max", find_max, ("model", "batch"))
-    from ebbtide.forecasts import Forecaster, Workload
+    from ebbtide.forecaster import Forecaster, Workload
     from ebbtide.plan.machine import Machine
     from ebbtide.plan.strategies import STRATEGIES
 
@@ -112,7 +112,7 @@ def _answer(
     min_tflops: float,
     compare: bool,
 ) -> Forecast:
-    from ebbtide.largest import find_largest
+    from ebbtide.forecasts import find_largest
 
     if find_max is None:
         return forecaster.answer(machine, work, strategy, explain=not compare)

@@ -12,7 +12,7 @@ from ebbtide.plan.verdict import NAMES
 from ebbtide.units import format_size
 
 if TYPE_CHECKING:
-    from ebbtide.forecasts import Forecast
+    from ebbtide.forecaster import Forecast
 
 BAR = 24
 LEVELS = " ▏▎▍▌▋▊▉█"

@@ -26,18 +26,15 @@ class Batches:
         self.data = data
         self.batch = batch
         self.seed = seed
-        self.window = seq if spec.objective != "image" else _pixels(spec)
+        self.window = seq if spec.objective != "image" else spec.pixels()
         self._starts = len(data) - self.window + 1
         if self._starts < 1:
             raise ConfigError(f"the data has {len(data)} bytes; one sequence needs {self.window}")
 
     @property
     def tokens(self) -> int:
-        """Positions that a batch trains: those that every parameter's multiplications are done for."""
-        if self.spec.objective == "image":
-            patches = (self.spec.config.image_size // self.spec.config.patch_size) ** 2
-            return self.batch * (patches + 1)
-        return self.batch * (self.window // 2 if self.spec.objective == "seq2seq" else self.window)
+        """Positions that a batch trains."""
+        return self.spec.tokens(self.batch, self.window)
 
     def at(self, index: int) -> dict[str, torch.Tensor]:
         """The keyword arguments of the model's forward."""
@@ -65,15 +62,6 @@ class Batches:
         share = (rows == SPACE).float().mean(dim=1)
         labels = (2 * config.num_labels * share).long().clamp(max=config.num_labels - 1)
         return {"pixel_values": pixels, "labels": labels}
-
-
-def _pixels(spec: ModelSpec) -> int:
-    config = spec.config
-    if not all(
-        isinstance(getattr(config, name, None), int) for name in ("image_size", "num_channels", "patch_size")
-    ):
-        raise ConfigError(f"{spec.name}: expected one image_size, num_channels and patch_size in its config")
-    return config.num_channels * config.image_size**2
 
 
 def _masked(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:

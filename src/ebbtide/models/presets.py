@@ -12,15 +12,23 @@ MARK = 256
 """The token beside the 256 bytes: it masks (BERT), and starts and pads (T5)."""
 
 
-def _gpt2(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
+def gpt2(
+    layers: int,
+    width: int,
+    heads: int,
+    vocabulary: int = 50_257,
+    ffn: int | None = None,
+    positions: int = 1024,
+) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "n_layer": layers,
         "n_embd": width,
         "n_head": heads,
+        "n_inner": ffn,
         "vocab_size": vocabulary,
-        "n_positions": 1024,
+        "n_positions": positions,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -30,10 +38,10 @@ def _gpt2(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2-tiny": _gpt2(6, 256, 4, 256),
-    "gpt2-124m": _gpt2(12, 768, 12, 50_257),
-    "gpt2-350m": _gpt2(24, 1024, 16, 50_257),
-    "gpt2-1b": _gpt2(20, 2048, 16, 50_257),
+    "gpt2-tiny": gpt2(6, 256, 4, 256),
+    "gpt2-124m": gpt2(12, 768, 12, 50_257),
+    "gpt2-350m": gpt2(24, 1024, 16, 50_257),
+    "gpt2-1b": gpt2(20, 2048, 16, 50_257),
     "llama-tiny": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

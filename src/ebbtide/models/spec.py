@@ -6,7 +6,9 @@ Nothing here touches the network: configs and weights come from presets and from
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.models import depth, names
 from ebbtide.models.presets import MARK, PRESETS
 
 Objective = Literal["causal", "masked", "seq2seq", "image"]
@@ -33,6 +36,9 @@ _SUFFIXES: dict[str, Objective] = {
 }
 
 
+FEW_EXPERTS = 4
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model before it is built."""
@@ -42,6 +48,8 @@ class ModelSpec:
     objective: Objective
     weights: Path | None
     """The folder to take weights from; None: they are drawn."""
+    scored: int = 0
+    """Experts that routers choose among, where a layer holds only a share of them."""
 
     @property
     def vocabulary(self) -> int:
@@ -53,19 +61,116 @@ class ModelSpec:
         found = getattr(self.config, "max_position_embeddings", None)
         return None if self.objective == "image" or found is None else int(found)
 
+    @property
+    def layers(self) -> int:
+        """Of one stack, where there are an encoder and a decoder."""
+        return int(getattr(self.config, "num_hidden_layers", 0))
+
+    @property
+    def experts(self) -> int:
+        """Experts that a sparse layer holds; 0: there are none."""
+        return depth.experts(self.config)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of the real module's parameters, tied ones once."""
+        if self.experts <= FEW_EXPERTS:
+            return count_parameters(self.on_meta())
+        # One more expert is as large as any other; building thousands would take half a minute.
+        few, more = (
+            count_parameters(replace(self, config=depth.with_experts(self.config, n)).on_meta())
+            for n in (FEW_EXPERTS - 1, FEW_EXPERTS)
+        )
+        return few + (self.experts - FEW_EXPERTS + 1) * (more - few)
+
+    def with_layers(self, count: int) -> ModelSpec:
+        """The same model with other layers; encoder and decoder alike, sparse layers in the same pattern."""
+        if count == self.layers:
+            return self
+        if count < 1 or not self.layers:
+            raise ConfigError(f"{self.name}: cannot make it {count} layers deep; it has {self.layers}")
+        name = f"{self.name} with {count} layers"
+        return replace(self, name=name, config=depth.with_layers(self.config, count), weights=None)
+
+    def share_of_experts(self, ranks: int) -> ModelSpec:
+        """What one of `ranks` holds where experts are spread over them: experts // ranks in each sparse layer, at
+        least one. Routers go on choosing among all (those of SwitchTransformers and Mixtral; others choose among
+        the share, which makes them a little smaller). To plan with, not to train."""
+        if ranks < 1:
+            raise ConfigError(
+                f"{self.name}: experts: expected to spread them over 1 rank or more, found {ranks}"
+            )
+        if ranks == 1 or not self.experts:
+            return self
+        share = depth.with_experts(self.config, max(1, self.experts // ranks))
+        return replace(self, config=share, weights=None, scored=self.scored or self.experts)
+
+    def on_meta(self) -> nn.Module:
+        """The module on the meta device, in training mode: no memory, no random numbers, no weights read."""
+        with torch.device("meta"):
+            module = self._made(lambda auto: auto.from_config(self.config, dtype=torch.float32))
+            if self.scored:
+                depth.widen_routers(module, self.scored)
+        return module
+
     def build(self, seed: int) -> nn.Module:
         """The module in fp32, in training mode; `seed` draws the weights that are not read."""
-        transformers = _transformers()
-        auto = getattr(transformers, AUTO_CLASSES[self.objective])
+        if self.scored:
+            raise ConfigError(f"{self.name}: a share of the experts is to plan with, not to train")
         torch.manual_seed(seed)
+        folder = self.weights
+        if folder is None:
+            return self._made(lambda auto: auto.from_config(self.config, dtype=torch.float32))
+        return self._made(lambda auto: self._load(auto, folder))
+
+    def _made(self, make: Callable[[Any], nn.Module]) -> nn.Module:
+        auto = getattr(_transformers(), AUTO_CLASSES[self.objective])
         try:
-            if self.weights is None:
-                module = auto.from_config(self.config, dtype=torch.float32)
-            else:
-                module = self._load(auto, self.weights)
+            module = make(auto)
         except (ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.name}: cannot build the model: {_line(error)}") from None
         return module.train()
+
+    # -- what it is given -----------------------------------------------------------------------------
+
+    def check_length(self, seq: int) -> None:
+        if self.context is not None and seq > self.context:
+            raise ConfigError(f"--seq: {seq} is longer than the context of {self.name}, {self.context}")
+
+    def tokens(self, batch: int, seq: int) -> int:
+        """Positions that a batch trains: those that every parameter's multiplications are done for."""
+        if self.objective == "image":
+            self.pixels()
+            return batch * ((self.config.image_size // self.config.patch_size) ** 2 + 1)
+        return batch * (seq // 2 if self.objective == "seq2seq" else seq)
+
+    def pixels(self) -> int:
+        """Numbers in an image."""
+        config = self.config
+        names = ("image_size", "num_channels", "patch_size")
+        if not all(isinstance(getattr(config, name, None), int) for name in names):
+            raise ConfigError(
+                f"{self.name}: expected one image_size, num_channels and patch_size in its config"
+            )
+        return int(config.num_channels * config.image_size**2)
+
+    def example(self, batch: int, seq: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The forward's keyword arguments as `Batches` makes them, on the meta device; pixels in `dtype`."""
+        self.check_length(seq)
+
+        def ids(*shape: int) -> torch.Tensor:
+            return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+        if self.objective == "image":
+            self.pixels()
+            side, channels = self.config.image_size, self.config.num_channels
+            pixels = torch.empty(batch, channels, side, side, dtype=dtype or torch.float32, device="meta")
+            return {"pixel_values": pixels, "labels": ids(batch)}
+        if self.objective == "causal":
+            tokens = ids(batch, seq)
+            return {"input_ids": tokens, "labels": tokens}
+        length = seq // 2 if self.objective == "seq2seq" else seq
+        return {"input_ids": ids(batch, length), "labels": ids(batch, length)}
 
     def _load(self, auto: Any, folder: Path) -> nn.Module:
         from safetensors import SafetensorError
@@ -86,15 +191,22 @@ class ModelSpec:
         return module
 
 
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def build_model(name_or_path: str, seed: int = 0) -> tuple[nn.Module, ModelSpec]:
     spec = find_model(name_or_path)
     return spec.build(seed), spec
 
 
 def find_model(name_or_path: str) -> ModelSpec:
-    """A preset, the path of a Hugging Face config.json, or a folder that holds one beside weights."""
+    """A preset, a name that says the shape (`names`), the path of a Hugging Face config.json, or a folder that holds
+    one beside weights."""
     if name_or_path in PRESETS:
         return spec_of(name_or_path, PRESETS[name_or_path])
+    if name_or_path in names.NAMES:
+        return spec_of(name_or_path, names.fields_of(name_or_path) or {})
     path = Path(name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -106,9 +218,13 @@ def find_model(name_or_path: str) -> ModelSpec:
         return spec_of(name_or_path, _read(path / "config.json"), path)
     if path.exists():
         return spec_of(name_or_path, _read(path))
-    if len(path.parts) > 1 or path.suffix:
-        raise ConfigError(f"{path}: there is no such model config or folder{nearest(name_or_path, PRESETS)}")
-    hint = nearest(name_or_path, PRESETS) or f"; presets: {', '.join(PRESETS)}"
+    fields = names.fields_of(name_or_path)
+    if fields is not None:
+        return spec_of(name_or_path, fields)
+    close = nearest(name_or_path, [*PRESETS, *names.NAMES])
+    if len(path.parts) > 1 or (path.suffix and not close):
+        raise ConfigError(f"{path}: there is no such model config or folder{close}")
+    hint = close or f"; presets: {', '.join(PRESETS)}; for plans also {names.SUMMARY}"
     raise ConfigError(f"unknown model {name_or_path!r}{hint}")
 
 

@@ -135,8 +135,11 @@ class _Walk:
     def _task(
         self, lane: str, seconds: float, after: Iterable[int], moment: int, nbytes: int = 0, cause: str = ""
     ) -> int:
+        first = lane == HOST and not self.rates.on_cpu
         known = tuple(sorted({place for place in after if place >= 0}))
-        self.tasks.append(Task(lane, seconds, known, self.rates.shares(lane), cause or lane, moment, nbytes))
+        self.tasks.append(
+            Task(lane, seconds, known, self.rates.shares(lane), cause or lane, moment, nbytes, first)
+        )
         return len(self.tasks) - 1
 
     # -- what is where --------------------------------------------------------------------------------

@@ -110,19 +110,20 @@ def look(question: Question) -> Outlook:
         return replace(base, short=Short("host", -left, message))
     try:
         check_warm_up(setup)
-        plan = make_plan(setup.shape, question.record, setup.settings)
+        plan = make_plan(
+            setup.shape, question.record, setup.settings, lambda plan: _seconds(job_of(question, setup, plan))
+        )
     except BudgetError as error:
         return replace(base, short=Short(error.tier, error.short, str(error)))
     return _answer(question, setup, plan, base)
 
 
-def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outlook:
-    rates = Rates(question.ask.machine)
-    job = Job(
+def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
+    return Job(
         setup.shape,
         plan,
         setup.settings,
-        rates,
+        Rates(question.ask.machine),
         setup.update_bytes,
         setup.captured,
         setup.blocking,
@@ -131,6 +132,18 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         question.exchanges,
         question.offloaded,
     )
+
+
+def _seconds(job: Job) -> float:
+    """Of the steady step."""
+    walked = walk(job)
+    run = simulate(walked.tasks)
+    return run.ends[walked.last[-1]] - run.ends[walked.last[-2]]
+
+
+def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outlook:
+    job = job_of(question, setup, plan)
+    rates = job.rates
     walked = walk(job)
     run = simulate(walked.tasks)
     begin, end = run.ends[walked.last[-2]], run.ends[walked.last[-1]]

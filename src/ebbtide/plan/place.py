@@ -9,7 +9,9 @@ more memory never makes a plan worse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from ebbtide.errors import BudgetError
 from ebbtide.plan.hostside import HostSide, fill_host
@@ -51,8 +53,55 @@ class Plan:
         return self.residency.traffic + 2 * self.host.ssd_bytes
 
 
-def make_plan(shape: ModelShape, record: Record, settings: Settings) -> Plan:
-    """The plan with the least traffic among candidates of how many chunks' state the device holds."""
+Cost = Callable[["Plan"], float]
+
+
+def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
+    """The plan with the least traffic among candidates of how many chunks' state the device holds.
+
+    With a `cost`, such as the seconds that a step takes on a machine, the cheapest of the plans for this and smaller
+    budgets: they come from one ladder whatever the budget, so that more memory never makes a plan dearer.
+    """
+    if cost is None or settings.placement != "auto":
+        return _least_traffic(shape, record, settings)
+    best: tuple[float, int, Plan] | None = None
+    for budget in _ladder(shape, record, settings):
+        try:
+            plan = _least_traffic(shape, record, replace(settings, device=budget))
+        except BudgetError:
+            continue  # with less memory than was given; whether that is enough is said below
+        found = (cost(plan), plan.traffic, plan)
+        if best is None or found[:2] < best[:2]:
+            best = found
+    return best[2] if best is not None else _least_traffic(shape, record, settings)
+
+
+RUNGS = 32
+"""Of the ladder of budgets, in a factor of two."""
+NEAR = {True: 8, False: 3}
+"""Rungs below a budget that are tried, where a plan is quickly made and where it is not; then one in each factor of
+two."""
+QUICK = 20_000
+"""Moments times chunks."""
+
+
+def _ladder(shape: ModelShape, record: Record, settings: Settings) -> list[int]:
+    levels = levels_of(shape, record, settings)
+    least = least_room(levels, shape.sizes, uses_of(shape, record, settings, frozenset()))
+    if least <= 0 or settings.device < least:
+        return []
+    most = max(levels) + sum(shape.sizes) + sum(shape.state_bytes)
+    top = math.floor(RUNGS * math.log2(min(settings.device, most) / least) + 1e-9)
+    near = NEAR[len(levels) * shape.chunks <= QUICK]
+    rungs = [k for k in range(top, -1, -1) if top - k < near or k % RUNGS == 0]
+    return (
+        [int(least * 2 ** (k / RUNGS)) for k in rungs]
+        if settings.device < most
+        else [most, *(int(least * 2 ** (k / RUNGS)) for k in rungs)]
+    )
+
+
+def _least_traffic(shape: ModelShape, record: Record, settings: Settings) -> Plan:
     search = _Search(shape, record, settings)
     total = sum(shape.state_bytes)
     if settings.placement != "auto":

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LEAST = 0.05
+"""Share of a resource that is always left to tasks that are not first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -24,6 +27,8 @@ class Task:
     cause: str = ""
     moment: int = -1
     nbytes: int = 0
+    first: bool = False
+    """It takes of what is shared what it asks for, and others what it leaves (but for a little)."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +123,19 @@ class _Simulation:
 
     def _rates(self) -> dict[int, float]:
         asked: dict[str, float] = {}
+        taken: dict[str, float] = {}
         for place in self.left:
+            sums = taken if self.tasks[place].first else asked
             for resource, share in self.tasks[place].shares:
-                asked[resource] = asked.get(resource, 0.0) + share
-        over = {resource: total for resource, total in asked.items() if total > 1}
-        if not over:
-            return dict.fromkeys(self.left, 1.0)
+                sums[resource] = sums.get(resource, 0.0) + share
+        slower = {name: max(1.0, total) for name, total in taken.items()}
+        others = {
+            name: max(1.0, total / max(1 - taken.get(name, 0.0), LEAST)) for name, total in asked.items()
+        }
         return {
-            place: 1.0 / max((over.get(r, 1.0) for r, _ in self.tasks[place].shares), default=1.0)
-            for place in self.left
+            place: 1.0
+            / max(((slower if task.first else others)[name] for name, _ in task.shares), default=1.0)
+            for place, task in ((place, self.tasks[place]) for place in self.left)
         }
 
     def _end(self, place: int) -> list[str]:

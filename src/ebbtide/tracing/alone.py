@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,6 +14,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.intercept import Interceptor, Observer, find_units
 from ebbtide.layout import TensorSpec
 from ebbtide.record import Record
+from ebbtide.tracing.estimate import Shape, estimate
 from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -28,15 +30,25 @@ class Trace:
     trained: tuple[bool, ...]
     runs: tuple[tuple[int, ...], ...]
     """The parameters of each run: what is used together."""
+    note: str = ""
+    """Why the record is an estimate by layer type; empty where the pass was imagined."""
 
 
-def trace(module: nn.Module, example: Any, dtype: torch.dtype | None = None) -> Trace:
+def trace(
+    module: nn.Module, example: Any, dtype: torch.dtype | None = None, keep_outputs: bool = True
+) -> Trace:
     """Imagines forward and backward of `module` on `example` (keyword arguments as a mapping, positional ones as a
     tuple, or one tensor), under fake tensors on the CPU. Both may be on the meta device.
 
     `dtype`: what floating parameters and buffers are computed in, as after `module.to(dtype)`; left out, their
-    own.
+    own. `keep_outputs`: the loop holds all that forward gave through backward, as `out = module(...)` does; without,
+    only the loss.
+
+    A module that no pass can be imagined of (control flow by values, an operator without a fake kernel) gets an
+    estimate by layer type, and a note that says so.
     """
+    args, kwargs = _arguments(example)
+    _check_arguments(module, args, kwargs)
     named = dict(module.named_parameters())
     if not named:
         raise ConfigError("the module has no parameters: there is nothing to trace")
@@ -56,13 +68,21 @@ def trace(module: nn.Module, example: Any, dtype: torch.dtype | None = None) -> 
         torch.device("cpu"),
         dtype,
     )
-    args, kwargs = _arguments(example)
+    fixed = _buffer_bytes(module, dtype)
     # Nothing is told to anyone outside the imagined pass, which brings an observer of its own.
     interceptor = Interceptor(module, parameters, runs, units, cast(Observer, None))
+    note = ""
     try:
         record = trace_symbolically(
-            module, fake, args, kwargs, "trace", 0, interceptor.substituted, scalar_loss
+            module, fake, args, kwargs, "trace", fixed, interceptor.substituted, scalar_loss, keep_outputs
         )
+    except Exception as reason:
+        # Whatever a forward may raise under fake tensors, a plan needs a record.
+        line = next(iter(str(reason).strip().splitlines()), "")
+        note = (
+            f"an estimate by layer type, for the module could not be traced: {type(reason).__name__}: {line}"
+        )
+        record = estimate(module, Shape(parameters, dtypes, runs, units), (args, kwargs), fixed, "trace")
     finally:
         interceptor.remove()
     tensors = tuple(
@@ -70,10 +90,28 @@ def trace(module: nn.Module, example: Any, dtype: torch.dtype | None = None) -> 
         for p, kind in zip(parameters, dtypes, strict=True)
     )
     trained = tuple(p.requires_grad for p in parameters)
-    return Trace(record, tensors, trained, tuple(run.parameters for run in runs))
+    return Trace(record, tensors, trained, tuple(run.parameters for run in runs), note)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+def _check_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a forward cannot be called with is a mistake, not a module that cannot be traced."""
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"the example does not fit the module's forward: {error}") from None
+
+
+def _buffer_bytes(module: nn.Module, dtype: torch.dtype | None) -> int:
+    """Of distinct storages, in the dtype that `module.to(dtype)` gives them."""
+    found: dict[int, int] = {}
+    for buffer in module.buffers():
+        size = dtype.itemsize if dtype and buffer.is_floating_point() else buffer.dtype.itemsize
+        storage = buffer.untyped_storage()
+        found[storage._cdata] = storage.nbytes() // buffer.dtype.itemsize * size
+    return sum(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,13 +40,23 @@ def _attention_backward(
     return 2 * batch * heads * rows * columns * (3 * width + 2 * depth)
 
 
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+def _grouped(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Rows of one side are dealt out among the matrices of the other: as many products as without groups."""
+    if left.dim() == 3 and right.dim() == 2:
+        return 2 * right.numel() * left.shape[1]
+    return 2 * left.numel() * right.shape[-1]
+
+
+_COUNTED: dict[Any, tuple[str, Callable[..., int]]] = {
+    _aten._grouped_mm: (MATMUL, _grouped),
+    _aten._scaled_dot_product_flash_attention_for_cpu: (ATTENTION, _attention),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (ATTENTION, _attention_backward),
 }
+"""Operators that torch's own registry lacks."""
 _FREE = {_aten.detach, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.alias}
 _GATHERS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index}
 """Operators that read of their first argument only what they give out."""
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Work | None:
@@ -56,8 +66,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         return None
     written = _bytes(out)
     read = written if packet in _GATHERS else _bytes((args, kwargs))
-    if packet in _CPU_ATTENTION:
-        return Work(ATTENTION, _CPU_ATTENTION[packet](*args, **kwargs), read + written)
+    if packet in _COUNTED:
+        kind, count = _COUNTED[packet]
+        return Work(kind, count(*args, **kwargs), read + written)
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         return Work(_KINDS.get(packet, ATTENTION), flops, read + written)
@@ -69,7 +80,21 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 def _bytes(values: Any) -> int:
     """What is behind some tensors; an expanded one is no larger than its storage."""
     total = 0
-    for value in tree_iter(values):
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    for value in tensors_in(values):
+        if value.layout == torch.strided:
             total += min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
     return total
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results: torch's own walk does ten times the work."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_in(value)
+    elif not isinstance(values, _PLAIN):
+        yield from (leaf for leaf in tree_iter(values) if isinstance(leaf, torch.Tensor))

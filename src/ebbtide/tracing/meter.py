@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ebbtide.record import Work
-from ebbtide.tracing.cost import work_of
+from ebbtide.tracing.cost import tensors_in, work_of
+
+_DEVICE = torch.ops.prim.device.default
 
 
 class Meter(Protocol):
@@ -45,6 +46,8 @@ class StorageMeter(TorchDispatchMode):
         self._known: dict[Work, Work] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked for at every turn
+            return getattr(args[0], "fake_device", None) or func(*args)
         out = func(*args, **(kwargs or {}))
         work = work_of(func, args, kwargs or {}, out)
         if work is not None:
@@ -57,9 +60,8 @@ class StorageMeter(TorchDispatchMode):
 
     def note(self, values: Any) -> None:
         """Counts tensors that were not made under the mode: a batch, say."""
-        for value in tree_iter(values):
-            if isinstance(value, torch.Tensor):
-                self._note(value)
+        for value in tensors_in(values):
+            self._note(value)
 
     def disown(self, storage: int) -> None:
         """The storage has become model data."""

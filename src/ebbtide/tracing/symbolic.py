@@ -8,7 +8,7 @@ fake kernel) says why, and the first iteration is cautious instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ebbtide.intercept import Unit
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
+from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import StorageMeter, storage_bytes
+from ebbtide.tracing.routing import even_load
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,68 @@ def trace_symbolically(
     fixed: int,
     substituted: Callable[[Any, list[nn.Parameter]], Any],
     find_loss: Callable[[Any], torch.Tensor | None],
+    keep_outputs: bool = True,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
-    the real ones, for a scope."""
+    the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
+    only the loss."""
+    imagine = partial(
+        _trace, module, parameters, args, kwargs, signature, fixed, substituted, find_loss, keep_outputs
+    )
+    known = KnownValues()
+    try:
+        return imagine(known)
+    except Exception:
+        if not known.count:
+            raise
+    return imagine(nullcontext())  # something wrote what is imagined into what is known
+
+
+def _trace(
+    module: nn.Module,
+    parameters: FakeParameters,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    signature: str,
+    fixed: int,
+    substituted: Callable[[Any, list[nn.Parameter]], Any],
+    find_loss: Callable[[Any], torch.Tensor | None],
+    keep_outputs: bool,
+    known: AbstractContextManager[Any],
+) -> Record:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake, weights = _fakes(mode, parameters)
+    kept: set[int] = set()
+    meter = StorageMeter(lambda storage: storage in weights or storage in kept)
+    inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
+    recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
+    observer = SymbolicObserver(recorder, weights)
+    hooks = _hooked(fake, observer)
+    with (
+        _unchanged(module, partial(_imagined, mode, parameters), kept),
+        even_load(module),
+        substituted(observer, fake),
+        hooks,
+        mode,
+        known,
+        meter,
+        torch.random.fork_rng(devices=[]),
+    ):
+        given = partial(_imagined, mode, replace(parameters, buffers=None))
+        fake_args, fake_kwargs = _once(given, (args, kwargs))
+        meter.note((fake_args, fake_kwargs))
+        out = module(*fake_args, **fake_kwargs)
+        loss = find_loss(out)
+        if not keep_outputs:
+            out = None
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+        del out, loss
+    return recorder.finish()
+
+
+def _fakes(mode: FakeTensorMode, parameters: FakeParameters) -> tuple[list[nn.Parameter], dict[int, _Weight]]:
+    """The fake parameters, and what is to be known of each by the address of its storage's object."""
     fake: list[nn.Parameter] = []
     weights: dict[int, _Weight] = {}
     with mode:
@@ -150,29 +210,13 @@ def trace_symbolically(
             fake.append(tensor)
             storage, flat = tensor.untyped_storage(), tensor.detach()
             weights[storage._cdata] = _Weight(run, storage, flat, use_count(storage))
-    kept: set[int] = set()
-    meter = StorageMeter(lambda storage: storage in weights or storage in kept)
-    inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
-    recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
-    observer = SymbolicObserver(recorder, weights)
-    hooks = _hooked(fake, observer)
-    with (
-        _unchanged(module, partial(_imagined, mode, parameters), kept),
-        substituted(observer, fake),
-        hooks,
-        mode,
-        meter,
-        torch.random.fork_rng(devices=[]),
-    ):
-        given = partial(_imagined, mode, replace(parameters, buffers=None))
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, given, (args, kwargs))
-        meter.note((fake_args, fake_kwargs))
-        out = module(*fake_args, **fake_kwargs)
-        loss = find_loss(out)
-        if loss is not None and loss.requires_grad:
-            loss.backward()
-        del out, loss
-    return recorder.finish()
+    return fake, weights
+
+
+def _once(imagined: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """A tensor that is given twice (tokens and labels, say) is one tensor."""
+    found: dict[int, torch.Tensor] = {}
+    return tree_map_only(torch.Tensor, lambda v: found.setdefault(id(v), imagined(v)), values)
 
 
 def use_count(storage: torch.UntypedStorage) -> int:

@@ -1,0 +1,313 @@
+"""Answers for one model: traced once for each kind of input, planned and simulated for each machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.config import Config
+from ebbtide.errors import ConfigError
+from ebbtide.models import ModelSpec, find_model
+from ebbtide.models.recompute import checkpoint_activations as checkpoint
+from ebbtide.plan.forecast import Outlook, Question, look
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.offload import offload
+from ebbtide.plan.strategies import Ask, Model
+from ebbtide.plan.verdict import Lift, lifts, sentence
+from ebbtide.record import Record
+from ebbtide.tracing.alone import Trace, trace
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a device is given."""
+
+    batch: int = 1
+    seq: int = 1024
+    checkpoint_activations: bool = False
+    offload_activations: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A model's traced iteration, as a rank sees it."""
+
+    name: str
+    trace: Trace
+    params: int
+    """Of the whole model; a rank may hold a share of its experts."""
+    tokens: int
+    expert: tuple[bool, ...]
+    sent: int
+    """Bytes of tokens that a layer of experts exchanges, one way."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Largest:
+    params: int
+    layers: int | None
+    batch: int
+
+    def to_dict(self) -> dict[str, int | None]:
+        return {"params": self.params, "layers": self.layers, "batch": self.batch}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer; `outlook` has all that the simulation gave."""
+
+    model: str
+    machine: str
+    gpus: int
+    workload: Workload
+    outlook: Outlook
+    trace_seconds: float
+    plan_seconds: float
+    max: Largest | None = None
+    lifts: tuple[Lift, ...] = ()
+    would_fit: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the simulation gave can be asked for here, too: `forecast.step_seconds`."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.outlook, name)
+
+    @property
+    def verdict(self) -> str:
+        text = sentence(self.outlook, list(self.lifts))
+        return text + (f"; it would with {' or '.join(self.would_fit)}" if self.would_fit else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        found = self.outlook
+        short = found.short
+        return {
+            "model": self.model,
+            "machine": self.machine,
+            "gpus": self.gpus,
+            "strategy": found.strategy,
+            "batch": self.workload.batch,
+            "seq": self.workload.seq,
+            "checkpoint_activations": self.workload.checkpoint_activations,
+            "offload_activations": self.workload.offload_activations,
+            "fits": found.fits,
+            "verdict": self.verdict,
+            "short": None
+            if short is None
+            else {"tier": short.tier, "bytes": short.bytes, "message": short.message},
+            "would_fit": list(self.would_fit),
+            "bytes": {tier: dict(tags) for tier, tags in found.bytes.items()},
+            "peak_bytes": {tier: sum(tags.values()) for tier, tags in found.bytes.items()},
+            "moved_bytes": dict(found.moved_bytes),
+            "params": found.params,
+            "chunk_size": found.chunk_size,
+            "utilisation": found.utilisation,
+            "margin_chunks": found.margin_chunks,
+            "step_seconds": found.step_seconds,
+            "tokens_per_second": found.tokens_per_second,
+            "tflops_per_device": found.tflops_per_device,
+            "bound_seconds": found.bound_seconds,
+            "achieved_over_bound": found.achieved_over_bound,
+            "must_seconds": dict(found.must_seconds),
+            "bottleneck": found.bottleneck,
+            "busy_seconds": dict(found.busy_seconds),
+            "stalls": [vars_of(stall) for stall in found.stalls],
+            "staleness": found.staleness,
+            "lifts": [vars_of(lift) for lift in self.lifts],
+            "max": None if self.max is None else self.max.to_dict(),
+            "notes": list(self.notes),
+            "trace_seconds": self.trace_seconds,
+            "plan_seconds": self.plan_seconds,
+        }
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+class Forecaster:
+    """Answers for one model; what was traced is kept."""
+
+    def __init__(
+        self,
+        model: str | ModelSpec | nn.Module | Callable[[], nn.Module],
+        config: Config | Mapping[str, object] | str | Path | None = None,
+        example: Any = None,
+        tokens: int | None = None,
+    ) -> None:
+        self.config = Config.read(config)
+        self.spec = (
+            find_model(model) if isinstance(model, str) else model if isinstance(model, ModelSpec) else None
+        )
+        self._model = None if self.spec is not None else model
+        self._example, self._tokens = example, tokens
+        self._seen: dict[tuple[object, ...], Seen] = {}
+        if self.spec is None and example is None:
+            raise ConfigError(
+                "a module needs an example of its input: forecast(module, machine, example={...})"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name if self.spec is not None else type(self._model).__name__
+
+    # -- tracing --------------------------------------------------------------------------------------
+
+    def see(self, work: Workload, ranks: int, layers: int | None = None) -> Seen:
+        shared = ranks if self.spec is not None and self.spec.experts else 1
+        key = (work.batch, work.seq, work.checkpoint_activations, shared, layers)
+        if key not in self._seen:
+            start = time.perf_counter()
+            seen = self._of_spec(work, shared, layers) if self.spec is not None else self._of_module(work)
+            self._seen[key] = replace(seen, seconds=time.perf_counter() - start)
+        return self._seen[key]
+
+    def _of_spec(self, work: Workload, ranks: int, layers: int | None) -> Seen:
+        assert self.spec is not None
+        spec = self.spec if layers is None else self.spec.with_layers(layers)
+        share = spec.share_of_experts(ranks)
+        module = share.on_meta()
+        if work.checkpoint_activations:
+            checkpoint(module, spec.name)
+        dtype = DTYPES[self.config.precision]
+        traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, keep_outputs=False)
+        expert = tuple(".experts." in tensor.name for tensor in traced.tensors) if spec.experts else ()
+        tokens = spec.tokens(work.batch, work.seq)
+        sent = tokens * int(getattr(spec.config, "hidden_size", 0)) * dtype.itemsize
+        sent *= int(getattr(spec.config, "num_experts_per_tok", 1) or 1)
+        params = spec.parameters if spec.experts else sum(tensor.numel for tensor in traced.tensors)
+        return Seen(spec.name, traced, params, tokens, expert, sent if any(expert) else 0, 0.0)
+
+    def _of_module(self, work: Workload) -> Seen:
+        module = self._model if isinstance(self._model, nn.Module) else self._built()
+        if work.checkpoint_activations:
+            checkpoint(module, type(module).__name__)
+        found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
+        dtype = DTYPES[self.config.precision] if len(found) == 1 else None
+        traced = trace(module, self._example, dtype)
+        tokens = self._tokens if self._tokens is not None else work.batch * work.seq
+        return Seen(type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 0, 0.0)
+
+    def _built(self) -> nn.Module:
+        assert callable(self._model)
+        with torch.device("meta"):
+            module = self._model()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"model: expected a function that builds an nn.Module, it gave a {type(module).__name__}"
+            )
+        return module
+
+    # -- answers --------------------------------------------------------------------------------------
+
+    def question(
+        self, machine: Machine, work: Workload, strategy: str, layers: int | None = None
+    ) -> Question:
+        seen = self.see(work, machine.devices, layers)
+        record = seen.trace.record
+        offloaded: Mapping[int, int] = {}
+        taken = 0
+        if work.offload_activations:
+            away = offload(record)
+            record, offloaded, taken = away.record, away.moved, away.host_bytes
+        model = Model(seen.trace.tensors, seen.trace.trained, seen.trace.runs, seen.expert)
+        exchanges = _exchanges(record, seen) if machine.devices > 1 else {}
+        ask = Ask(model, machine, self.config)
+        return Question(ask, record, seen.tokens, exchanges, strategy, offloaded, taken, seen.params)
+
+    def answer(
+        self, machine: Machine, work: Workload, strategy: str = "ebbtide", explain: bool = True
+    ) -> Forecast:
+        question = self.question(machine, work, strategy)
+        seen = self.see(work, machine.devices)
+        start = time.perf_counter()
+        found = look(question)
+        lifted = tuple(lifts(question, found)) if explain and found.fits else ()
+        would = tuple(self._would_fit(machine, work, strategy, found)) if explain and not found.fits else ()
+        seconds = time.perf_counter() - start
+        notes = (seen.trace.note,) if seen.trace.note else ()
+        return Forecast(
+            seen.name,
+            machine.name,
+            machine.devices,
+            work,
+            found,
+            seen.seconds,
+            seconds,
+            None,
+            lifted,
+            would,
+            notes,
+        )
+
+    def _would_fit(self, machine: Machine, work: Workload, strategy: str, found: Outlook) -> list[str]:
+        """Changes of the workload, and of memory, with which it fits."""
+        assert found.short is not None
+        fitting = []
+        if not work.checkpoint_activations and (self.spec is not None or _can_checkpoint(self._model)):
+            other = replace(work, checkpoint_activations=True)
+            if look(self.question(machine, other, strategy)).fits:
+                fitting.append("--checkpoint-activations")
+        batch = work.batch // 2
+        while batch and found.short.tier == "device" and self.spec is not None:
+            if look(self.question(machine, replace(work, batch=batch), strategy)).fits:
+                fitting.append(f"--batch {batch}")
+                break
+            batch //= 2
+        fitting += _more_memory(self.question(machine, work, strategy), found)
+        return fitting
+
+
+def _can_checkpoint(model: object) -> bool:
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def _more_memory(question: Question, found: Outlook) -> list[str]:
+    """How much more of the tier that is short would do; several tries, for chunks do not divide as bytes do."""
+    machine, short = question.ask.machine, found.short
+    for _ in range(4):
+        if short is None:
+            return []
+        section = getattr(machine, short.tier)
+        each = 1 if short.tier == "device" else machine.devices_per_node
+        machine = replace(
+            machine, **{short.tier: replace(section, memory=section.memory + short.bytes * each)}
+        )
+        other = look(replace(question, ask=replace(question.ask, machine=machine)))
+        if other.fits:
+            changed = (
+                t
+                for t in ("device", "host", "ssd")
+                if getattr(machine, t) != getattr(question.ask.machine, t)
+            )
+            return [
+                " and ".join(
+                    f'{t}.memory = "{-(-getattr(machine, t).memory // 10**8) / 10:g}GB"' for t in changed
+                )
+            ]
+        short = other.short
+    return []
+
+
+def _exchanges(record: Record, seen: Seen) -> dict[int, int]:
+    """Tokens go to their experts before a layer of experts begins, and come back when it has ended."""
+    if not seen.sent:
+        return {}
+    sparse = [any(seen.expert[p] for p in run) for run in seen.trace.runs]
+    found: dict[int, int] = {}
+    inside = False
+    for access in record.accesses:
+        if sparse[access.run] != inside:
+            inside = not inside
+            found[access.first] = found.get(access.first, 0) + seen.sent
+    return found

@@ -1,0 +1,150 @@
+"""The simulator's promises: tasks in order, shared resources, and what a forecast must never say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ebbtide.config import Config
+from ebbtide.layout import TensorSpec
+from ebbtide.plan.forecast import Question, look
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.simulate import Task, simulate
+from ebbtide.plan.strategies import Ask, Model
+from ebbtide.record import BACKWARD, FORWARD, GRADIENT, MATMUL, Access, Arrival, Moment, Record, Work, event
+
+
+def test_lanes_keep_order_and_tasks_wait_for_others() -> None:
+    run = simulate(
+        [
+            Task("a", 2.0),
+            Task("b", 1.0),
+            Task("b", 1.0, after=(0,)),
+            Task("a", 1.0, after=(1,)),
+            Task("a", 0.0),
+        ]
+    )
+    assert run.starts == (0.0, 0.0, 2.0, 2.0, 3.0)
+    assert run.ends == (2.0, 1.0, 3.0, 3.0, 3.0)
+    assert run.path(2) == [0, 2]
+
+
+def test_what_is_asked_twice_over_runs_at_half_speed() -> None:
+    both = (("cores", 1.0),)
+    run = simulate(
+        [Task("a", 2.0, shares=both), Task("b", 1.0, shares=both), Task("c", 1.0, shares=(("disk", 1.0),))]
+    )
+    assert run.ends == (3.0, 2.0, 1.0)  # halved until the second has ended; the third shares nothing
+
+
+def test_a_task_cannot_wait_for_a_later_one() -> None:
+    with pytest.raises(ValueError, match="waits for task 1"):
+        simulate([Task("a", 1.0, after=(1,)), Task("a", 1.0)])
+
+
+MACHINE = Machine.read(
+    {
+        "name": "test",
+        "devices_per_node": 4,
+        "device": {"memory": "1GB", "flops": "1T", "bandwidth": "100GB/s", "launch": 0},
+        "host": {"memory": "4GB", "cores": 4, "bandwidth": "40GB/s"},
+        "ssd": {"memory": "8GB", "read": "3GB/s", "write": "2GB/s", "total": "3GB/s"},
+        "links": {"host_device": "10GB/s", "device_device": "50GB/s", "node_node": "20GB/s", "latency": 1e-5},
+    }
+)
+
+
+def small_question(
+    layers: int, elements: int, tide: int, flops: int, machine: Machine, config: dict[str, object]
+) -> Question:
+    """A chain of layers of one tensor each: forward, then backward with gradients; the tide is highest between."""
+    moments, accesses, arrivals = [], [], []
+
+    def moment(what: int, level: int, work: int) -> None:
+        moments.append(Moment(what, tide * level // layers, work=(Work(MATMUL, work, work // 100),)))
+
+    for run in range(layers):
+        accesses.append(Access(run, len(moments), len(moments), FORWARD))
+        moment(event(FORWARD, run), run + 1, flops)
+    for run in reversed(range(layers)):
+        accesses.append(Access(run, len(moments), len(moments), BACKWARD))
+        moment(event(BACKWARD, run), run + 1, 2 * flops)
+        arrivals.append(Arrival(run, len(moments)))
+        moment(event(GRADIENT, run), run, flops // 10)
+    record = Record("test", tuple(moments), tuple(accesses), tuple(arrivals))
+    tensors = tuple(TensorSpec(f"{i}.weight", (elements,), (1,), "bf16") for i in range(layers))
+    model = Model(tensors, (True,) * layers, tuple((i,) for i in range(layers)))
+    ask = Ask(model, machine, Config.read({"layout": "tensor", **config}))
+    return Question(ask, record, 1000)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Question:
+    layers = draw(st.integers(1, 7))
+    elements = 1024 * draw(st.integers(1, 20_000))
+    tide = draw(st.integers(0, 200_000_000))
+    flops = draw(st.integers(1, 20)) * 10**9
+    total = 16 * layers * elements + tide
+    ranks = draw(st.sampled_from([1, 1, 2, 4, 8]))
+    machine = MACHINE.with_devices(ranks)
+    device = tide + draw(st.integers(2, 20)) * elements + draw(st.integers(0, 110)) * total // 100
+    host = draw(st.integers(20, 200)) * total // 100
+    machine = replace(
+        machine,
+        device=replace(machine.device, memory=device + 10_000),
+        host=replace(machine.host, memory=host),
+        ssd=replace(machine.ssd, memory=draw(st.sampled_from([0, 100 * total]))),
+        links=replace(machine.links, host_device=draw(st.floats(1e9, 50e9))),
+    )
+    config = draw(
+        st.sampled_from(
+            [{}, {"master": "separate"}, {"accumulate": 2}, {"updates": "in-backward"}, {"prefetch": False}]
+        )
+    )
+    return small_question(layers, elements, tide, flops, machine, config)
+
+
+def better(machine: Machine, part: str, factor: float) -> Machine:
+    section, _, key = part.partition(".")
+    value = getattr(getattr(machine, section), key)
+    scaled = type(value)(value * factor)
+    return replace(machine, **{section: replace(getattr(machine, section), **{key: scaled})})
+
+
+PARTS = [
+    "device.memory", "host.memory", "device.flops", "device.bandwidth", "host.bandwidth", "links.host_device",
+    "links.device_device", "links.node_node", "ssd.read", "ssd.total", "ssd.write",
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(questions(), st.sampled_from(PARTS), st.floats(1.001, 4.0))
+def test_more_of_anything_never_makes_a_step_slower(question: Question, part: str, factor: float) -> None:
+    before = look(question)
+    machine = better(question.ask.machine, part, factor)
+    after = look(replace(question, ask=replace(question.ask, machine=machine)))
+    assert after.fits or not before.fits
+    if before.fits:
+        assert before.step_seconds is not None and after.step_seconds is not None
+        assert after.step_seconds <= before.step_seconds * (1 + 1e-9), (
+            before.step_seconds,
+            after.step_seconds,
+        )
+
+
+@settings(max_examples=200, deadline=None)
+@given(questions())
+def test_no_step_beats_its_bound_and_no_tier_its_budget(question: Question) -> None:
+    found = look(question)
+    assume(found.fits)
+    assert found.step_seconds is not None and found.bound_seconds is not None
+    assert found.bound_seconds <= found.step_seconds * (1 + 1e-9)
+    ask = question.ask
+    for tier, budget in (("device", ask.device), ("host", ask.host), ("ssd", ask.ssd)):
+        assert sum(found.bytes[tier].values()) <= budget, tier
+    stalled = sum(stall.seconds for stall in found.stalls)
+    assert stalled <= found.step_seconds * (1 + 1e-6)
+    assert repr(look(question)) == repr(found)  # nothing is random
