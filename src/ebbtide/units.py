@@ -36,6 +36,7 @@ def parse_size(text: str | int) -> int:
 
 
 _SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_WRITTEN = re.compile(r"(\d+(?:[.,]\d+)?)\s*([A-Za-z]*)", re.ASCII)
 _NUMBER = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:e[+-]?\d{1,2})?)\s*([kMGTP]?)", re.ASCII)
 
 
@@ -45,7 +46,7 @@ def parse_rate(text: str | int | float) -> float:
         return _above_zero(text, parse_size(text.strip()[:-2].strip()))
     if isinstance(text, int | float) and not isinstance(text, bool):
         return _above_zero(text, text)
-    raise ConfigError(f"expected a rate such as '12GB/s', found {text!r}")
+    raise ConfigError(f"expected a rate such as '12GB/s', found {text!r}{nearest_rate(text)}")
 
 
 def parse_flops(text: str | int | float) -> float:
@@ -55,13 +56,35 @@ def parse_flops(text: str | int | float) -> float:
         return _above_zero(text, float(match[1]) * _SCALES[match[2]])
     if isinstance(text, int | float) and not isinstance(text, bool):
         return _above_zero(text, text)
-    raise ConfigError(f"expected operations a second such as '125T', found {text!r}")
+    raise ConfigError(f"expected operations a second such as '125T', found {text!r}{nearest_flops(text)}")
 
 
 def _above_zero(text: object, value: float) -> float:
     if not 0 < value < math.inf:
         raise ConfigError(f"expected a number above zero, found {text!r}")
     return float(value)
+
+
+def nearest_rate(text: object) -> str:
+    """The end of a sentence about a wrong rate."""
+    match = _WRITTEN.match(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        return ""
+    number, unit = match[1].replace(",", "."), match[2]
+    if "bit" in unit.lower() or re.fullmatch(r"[kKMGT]?bp?s?", unit):
+        return "; rates count bytes, a byte has 8 bits"
+    known = {name.lower(): name for name in UNITS}
+    unit = known.get(unit.lower().removesuffix("ps")) or known.get(unit[:1].lower() + "b", "GB")
+    return f"; did you mean '{number}{unit}/s'?"
+
+
+def nearest_flops(text: object) -> str:
+    """The end of a sentence about a wrong number of operations a second."""
+    match = _WRITTEN.match(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        return ""
+    scales = {scale.lower(): scale for scale in _SCALES}
+    return f"; did you mean '{match[1].replace(',', '.')}{scales.get(match[2][:1].lower(), 'T')}'?"
 
 
 def nearest_size(text: object) -> str:

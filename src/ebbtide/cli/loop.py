@@ -51,7 +51,7 @@ class Training:
         self.task, self.config = task, config
         self.spec = spec or find_model(task.model)
         self.text = text or load_text(task.data)
-        _check_length(task, self.spec)
+        self.spec.check_length(task.seq)
         _check_size(task)
         self._train = Batches(self.spec, self.text.train, task.batch, task.seq, task.seed)
         self._valid = self._validation() if task.eval_every else None
@@ -176,11 +176,6 @@ def _check_size(task: Task) -> None:
             f"--batch: {task.batch} sequences of {task.seq} take {format_size(needed)} as token ids alone, and the "
             f"machine has {format_size(total)}; take fewer, and --accumulate to average over more"
         )
-
-
-def _check_length(task: Task, spec: ModelSpec) -> None:
-    if spec.context is not None and task.seq > spec.context:
-        raise ConfigError(f"--seq: {task.seq} is longer than the context of {task.model}, {spec.context}")
 
 
 def _factor(schedule: str, done: float) -> float:

@@ -54,11 +54,17 @@ def choose(policy: str, candidates: Iterable[Candidate], needed: int) -> Sequenc
     enough. What the last one makes superfluous stays."""
     score = POLICIES[policy]
     left = list(candidates)
+    largest = max((candidate.nbytes for candidate in left), default=0)
+    # While more is short than any candidate has, scores do not depend on how much: one order serves for all.
+    left.sort(key=lambda candidate: score(candidate, largest))
     chosen: list[Candidate] = []
     freed = 0
     while left and freed < needed:
-        best = max(left, key=lambda candidate: score(candidate, needed - freed))
-        left.remove(best)
+        if needed - freed >= largest:
+            best = left.pop()
+        else:
+            best = max(left, key=lambda candidate: score(candidate, needed - freed))
+            left.remove(best)
         chosen.append(best)
         freed += best.nbytes
     for candidate in chosen[:-1]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ebbtide.plan.draft import Plan
 from ebbtide.plan.hostside import STAGES
-from ebbtide.plan.place import Plan
 from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD, ModelShape, Settings

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from ebbtide.errors import BudgetError
 from ebbtide.plan.bound import Must, resource_bound
+from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import Job, Walked, walk
-from ebbtide.plan.place import Plan, make_plan
+from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, HOST, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
 from ebbtide.plan.strategies import STRATEGIES, Ask, Setup, check_warm_up

@@ -11,49 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ebbtide.errors import BudgetError
-from ebbtide.plan.hostside import HostSide, fill_host
-from ebbtide.plan.residency import Residency, Timeline, replay
-from ebbtide.plan.schedule import Trigger, advance, on_demand
-from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.draft import Draft, Plan, draft
+from ebbtide.plan.hostside import HostSide
+from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
 
-
-@dataclass(frozen=True)
-class Plan:
-    record: Record
-    homes: tuple[str, ...]
-    """By chunk: where its optimizer state lives."""
-    levels: tuple[int, ...]
-    """Non-model bytes by moment, updates included."""
-    triggers: tuple[tuple[Trigger, ...], ...]
-    items: tuple[tuple[str, int], ...]
-    firsts: dict[tuple[str, int], tuple[int, ...]]
-    residency: Residency
-    host: HostSide
-    take_over: bool
-    static_bytes: int
-    accumulate: int = 1
-    least: int = 0
-    """The smallest device budget this iteration could run in."""
-    lookup: dict[tuple[str, int], int] = field(default_factory=dict)
-
-    @property
-    def short(self) -> tuple[int, int]:
-        """Bytes by which the device and the host (with SSD) are too small."""
-        return self.residency.short, self.host.short
-
-    @property
-    def traffic(self) -> int:
-        """Bytes over all links in one iteration; what SSD streams is read and written."""
-        return self.residency.traffic + 2 * self.host.ssd_bytes
-
-
-Cost = Callable[["Plan"], float]
+Cost = Callable[[Plan], float]
 
 
 def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
@@ -114,7 +82,7 @@ def _least_traffic(shape: ModelShape, record: Record, settings: Settings) -> Pla
             search.refine(total // CANDIDATES)
     if search.best is None:
         raise _refusal(shape, record, settings, search.nearest)
-    return search.best
+    return search.best.plan()
 
 
 CANDIDATES = 16
@@ -126,10 +94,10 @@ class _Search:
 
     def __init__(self, shape: ModelShape, record: Record, settings: Settings) -> None:
         self.shape, self.record, self.settings = shape, record, settings
-        self.best: Plan | None = None
+        self.best: Draft | None = None
         self.best_bytes = 0
-        self.nearest: Plan | None = None
-        """The plan that came closest to fitting, for the refusal."""
+        self.nearest: Draft | None = None
+        """The draft that came closest to fitting, for the refusal."""
         self._tried: set[frozenset[int]] = set()
 
     def try_bytes(self, count: int) -> bool:
@@ -138,19 +106,17 @@ class _Search:
         if homes in self._tried:
             return False
         self._tried.add(homes)
-        plan = _plan_with(self.shape, self.record, self.settings, homes)
-        if plan is None:
+        best = self.best
+        made = draft(self.shape, self.record, self.settings, homes, None if best is None else best.traffic)
+        if made is None:
             return False
-        if plan.residency.short or plan.host.short:
-            if self.nearest is None or plan.short < self.nearest.short:
-                self.nearest = plan
+        if any(made.short):
+            if self.nearest is None or made.short < self.nearest.short:
+                self.nearest = made
             return False
-        if self.best is not None and (plan.traffic, -plan.static_bytes) >= (
-            self.best.traffic,
-            -self.best.static_bytes,
-        ):
+        if best is not None and (made.traffic, -made.static) >= (best.traffic, -best.static):
             return False
-        self.best, self.best_bytes = plan, count
+        self.best, self.best_bytes = made, count
         return True
 
     def refine(self, step: int) -> None:
@@ -173,54 +139,7 @@ class _Search:
         return frozenset(chosen)
 
 
-def _plan_with(shape: ModelShape, record: Record, settings: Settings, device: frozenset[int]) -> Plan | None:
-    host = fill_host(shape, device, settings)
-    static = sum(shape.state_bytes[i] for i in device)
-    pinned = settings.placement == "static"
-    if pinned:
-        static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
-    levels = levels_of(shape, record, settings)
-    rooms = tuple(settings.device - static - level for level in levels)
-    if min(rooms, default=0) < 0:
-        return None
-    sizes, items = shape.sizes, shape.items
-    uses = uses_of(shape, record, settings, device)
-    if pinned:
-        uses = [use for use in uses if items[use.item][0] in (GRAD, WHOLE_GRAD)]
-    line = Timeline(rooms, sizes, tuple(uses), host.keep, shape.sources)
-    residency = replay(line, settings.eviction)
-    if pinned:
-        trained = [i for i, count in enumerate(shape.state_bytes) if count]
-        residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
-        residency.gathered += sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)
-    moves = advance(residency, rooms, sizes, shape.sources) if settings.prefetch else on_demand(residency)
-    triggers: list[list[Trigger]] = [[] for _ in rooms]
-    for trigger in moves:
-        triggers[trigger.moment].append(trigger)
-    firsts: dict[tuple[str, int], list[int]] = {key: [] for key in items}
-    for use in uses:
-        firsts[items[use.item]].append(use.first)
-    homes = tuple(
-        "device" if i in device else "ssd" if i in host.ssd else "host" for i in range(shape.chunks)
-    )
-    return Plan(
-        record,
-        homes,
-        levels,
-        tuple(tuple(group) for group in triggers),
-        items,
-        {key: tuple(sorted(set(moments))) for key, moments in firsts.items()},
-        residency,
-        host,
-        settings.take_over,
-        static,
-        settings.accumulate,
-        least_room(levels, sizes, uses),
-        {key: place for place, key in enumerate(items)},
-    )
-
-
-def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Plan | None) -> BudgetError:
+def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:
     if worst is not None and not worst.residency.short:
         return _host_refusal(worst.host, settings)
     least = least_room(

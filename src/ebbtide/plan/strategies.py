@@ -283,9 +283,15 @@ def _layout(model: Model, cut: str, size: int | None) -> Layout:
 def _joined(layouts: Sequence[Layout]) -> Layout:
     chunks: list[Chunk] = []
     spans: dict[str, Span] = {}
+    ends: dict[str, int] = {}
     for layout in layouts:
-        first = len(chunks)
-        chunks += [replace(chunk, index=first + chunk.index) for chunk in layout.chunks]
+        first, starts = len(chunks), dict(ends)
+        for chunk in layout.chunks:
+            start = starts.get(chunk.dtype, 0) + chunk.start
+            chunks.append(replace(chunk, index=first + chunk.index, start=start))
+            ends[chunk.dtype] = max(ends.get(chunk.dtype, 0), start + chunk.size)
+        if layout.cut == "page":
+            ends = {dtype: round_up(end, layout.unit) for dtype, end in ends.items()}
         spans |= {name: replace(span, chunk=first + span.chunk) for name, span in layout.spans.items()}
     return Layout(layouts[0].cut, layouts[0].unit, tuple(chunks), spans)
 

@@ -18,8 +18,8 @@ import torch
 from ebbtide.errors import BudgetError
 from ebbtide.intercept import Unit
 from ebbtide.memory.chunks import Chunk
+from ebbtide.plan.draft import Plan
 from ebbtide.plan.evict import NEVER, Candidate, choose
-from ebbtide.plan.place import Plan
 from ebbtide.plan.residency import next_use
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event

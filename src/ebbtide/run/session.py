@@ -23,7 +23,7 @@ from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import build_layout, unit_elements
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
-from ebbtide.plan.place import Plan
+from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 from ebbtide.run.executor import Executor

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ebbtide.plan.bound import least_traffic
-from ebbtide.plan.place import Plan, make_plan
+from ebbtide.plan.draft import Plan
+from ebbtide.plan.place import make_plan
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 

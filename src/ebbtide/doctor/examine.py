@@ -1,0 +1,162 @@
+"""All measurements of this machine, and the machine that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.doctor import disk, memory, operators, spin
+from ebbtide.doctor.advice import advise
+from ebbtide.doctor.operators import Operators
+from ebbtide.doctor.system import System, read_system
+from ebbtide.plan.machine import Machine
+from ebbtide.run.setup import MARGIN
+
+MIB = 1 << 20
+DISK_SHARE = 0.9
+"""Of what is free on a disk, what may be used."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    machine: Machine
+    raw: dict[str, Any]
+    """Every measurement, in bytes, seconds and their quotients."""
+    advice: list[str]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: a minute's worth, or a few seconds'."""
+
+    rounds: int
+    stream: int
+    elements: int
+    file: int
+    disk_seconds: float
+    pass_seconds: float
+    """That a pass of a block may take to be measured."""
+    shapes: int
+    spinning: bool
+
+
+FULL = Effort(5, 256 * MIB, 24_000_000, 1024 * MIB, 2.0, 0.8, len(operators.SHAPES), True)
+QUICK = Effort(2, 64 * MIB, 8_000_000, 128 * MIB, 0.5, 0.6, 6, False)
+
+
+def examine(folder: Path, quick: bool = False, report: Callable[[str], None] = lambda text: None) -> Findings:
+    """Measures the machine. `folder` is where the disk is measured; `report` is told what is being done."""
+    effort = QUICK if quick else FULL
+    system = read_system()
+    device, dtype = compute_device()
+    raw: dict[str, Any] = {"system": asdict(system), "device": _device_name(device), "quick": quick}
+    raw["threads"] = torch.get_num_threads()
+    report("disk")  # first: a folder that will not do is said before anything takes time
+    raw["disk"] = asdict(disk.measure(folder, effort.file, effort.rounds, effort.disk_seconds))
+    report("memory")
+    raw["streams"] = memory.streams(torch.get_num_threads(), effort.stream, effort.rounds)
+    raw["update"] = memory.update(torch.get_num_threads(), effort.elements, effort.rounds)
+    raw["copies"] = memory.background_copies(effort.stream // 4, effort.rounds)
+    if device.type == "cuda":
+        from ebbtide.doctor import cuda
+
+        report("links")
+        raw["cuda"] = cuda.links(device, effort.stream, effort.rounds) | {"memory": cuda.memory(device)}
+    report("operators")
+    names = {"fp32": torch.float32, str(dtype).removeprefix("torch."): dtype}
+    raw["products"] = operators.single_product(
+        device, {_SHORT.get(k, k): v for k, v in names.items()}, effort.rounds
+    )
+    shapes = (
+        len(operators.SHAPES) if device.type == "cuda" else effort.shapes
+    )  # small ones say little of a GPU
+    measurement = operators.Measurement(device, dtype, shapes, effort.pass_seconds)
+    for _ in range(effort.rounds):
+        measurement.round()
+    found = measurement.result()
+    raw["operators"] = asdict(found)
+    if effort.spinning:
+        report("OpenMP")
+        raw["spinning"] = spin.cost_of_spinning()
+    machine = Machine.read(_values(system, raw, device_values(found)))
+    return Findings(machine, raw, advise(system, raw))
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def compute_device() -> tuple[torch.device, torch.dtype]:
+    """Where the engine would compute, and in what: bf16, or fp16 on a card that has no bf16."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), torch.bfloat16
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16 if has_bf16 else torch.float16
+
+
+def device_values(found: Operators) -> dict[str, Any]:
+    """The keys of [device] that operators make."""
+    return {
+        "flops": found.flops,
+        "efficiency": min(1.0, round(found.large / found.flops, 3)),
+        "launch": found.launch,
+        "pointwise": found.pointwise,
+        "matmul": [list(point) for point in found.matmul],
+        "attention": [list(point) for point in found.attention],
+    }
+
+
+def _values(system: System, raw: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    """The machine's tables."""
+    stream = _rounded(max(raw["streams"]["copy"], raw["streams"]["add"], raw["update"]))
+    # What `auto` budgets leave alone is not for the forecast either.
+    taken = system.memory - int(system.available * (1 - MARGIN))
+    ram = {"memory": system.memory // 10**6 * 10**6, "reserved": _whole_megabytes(taken)}
+    host = {**ram, "cores": system.cores, "bandwidth": stream, "update": _rounded(raw["update"])}
+    links = {"host_device": _rounded(raw["copies"]["rate"]), "latency": _rounded(raw["copies"]["latency"])}
+    device = device | ram | {"kind": "cpu", "bandwidth": stream}
+    if "cuda" in raw:
+        found = raw["cuda"]
+        size = found["memory"]
+        device |= {"kind": "cuda", "memory": size["total"], "reserved": _whole_megabytes(size["taken"])}
+        device["bandwidth"] = _rounded(found["inside"])
+        links = {"host_device": _rounded(found["both_each"]), "latency": _rounded(found["latency"])}
+        if "device_device" in found:
+            links["device_device"] = _rounded(found["device_device"])
+    values = {
+        "name": _slug(raw["device"]),
+        "device": device,
+        "host": host,
+        "links": links,
+        "ssd": _ssd(raw["disk"]),
+    }
+    return values | {"devices_per_node": torch.cuda.device_count() if "cuda" in raw else 1}
+
+
+def _ssd(found: dict[str, Any]) -> dict[str, Any]:
+    usable = 0 if found["file_system"] in disk.MEMORY_BACKED else int(found["free"] * DISK_SHARE)
+    rates = {"read": found["read"], "write": found["write"], "total": found["mixed"]}
+    return {"memory": usable // 10**9 * 10**9, **{name: _rounded(rate) for name, rate in rates.items()}}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    system = read_system()
+    return f"{system.cpu}, {system.cores} cores"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "machine"
+
+
+def _whole_megabytes(count: int) -> int:
+    return max(0, -(-count // 10**6) * 10**6)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -1,0 +1,134 @@
+"""A plan in two steps: a draft says what moves a choice of homes needs, the plan says when each of them starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ebbtide.plan.hostside import HostSide, fill_host
+from ebbtide.plan.residency import Residency, Timeline, Use, replay
+from ebbtide.plan.schedule import Trigger, advance, on_demand
+from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.uses import least_room, levels_of, uses_of
+from ebbtide.record import Record
+
+
+@dataclass(frozen=True)
+class Plan:
+    record: Record
+    homes: tuple[str, ...]
+    """By chunk: where its optimizer state lives."""
+    levels: tuple[int, ...]
+    """Non-model bytes by moment, updates included."""
+    triggers: tuple[tuple[Trigger, ...], ...]
+    items: tuple[tuple[str, int], ...]
+    firsts: dict[tuple[str, int], tuple[int, ...]]
+    residency: Residency
+    host: HostSide
+    take_over: bool
+    static_bytes: int
+    accumulate: int = 1
+    least: int = 0
+    """The smallest device budget this iteration could run in."""
+    lookup: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def short(self) -> tuple[int, int]:
+        """Bytes by which the device and the host (with SSD) are too small."""
+        return self.residency.short, self.host.short
+
+    @property
+    def traffic(self) -> int:
+        """Bytes over all links in one iteration; what SSD streams is read and written."""
+        return self.residency.traffic + 2 * self.host.ssd_bytes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Homes, and the moves of a steady iteration under them."""
+
+    shape: ModelShape
+    record: Record
+    settings: Settings
+    device: frozenset[int]
+    """Chunks whose optimizer state lives there."""
+    host: HostSide
+    static: int
+    levels: tuple[int, ...]
+    rooms: tuple[int, ...]
+    uses: tuple[Use, ...]
+    residency: Residency
+
+    @property
+    def short(self) -> tuple[int, int]:
+        """Bytes by which the device and the host (with SSD) are too small."""
+        return self.residency.short, self.host.short
+
+    @property
+    def traffic(self) -> int:
+        return self.residency.traffic + 2 * self.host.ssd_bytes
+
+    def plan(self) -> Plan:
+        shape, settings, residency = self.shape, self.settings, self.residency
+        sizes, items = shape.sizes, shape.items
+        early = settings.prefetch
+        moves = advance(residency, self.rooms, sizes, shape.sources) if early else on_demand(residency)
+        triggers: list[list[Trigger]] = [[] for _ in self.rooms]
+        for trigger in moves:
+            triggers[trigger.moment].append(trigger)
+        firsts: dict[tuple[str, int], list[int]] = {key: [] for key in items}
+        for use in self.uses:
+            firsts[items[use.item]].append(use.first)
+        return Plan(
+            self.record,
+            tuple(self._home(i) for i in range(shape.chunks)),
+            self.levels,
+            tuple(tuple(group) for group in triggers),
+            items,
+            {key: tuple(sorted(set(moments))) for key, moments in firsts.items()},
+            residency,
+            self.host,
+            settings.take_over,
+            self.static,
+            settings.accumulate,
+            least_room(self.levels, sizes, self.uses),
+            {key: place for place, key in enumerate(items)},
+        )
+
+    def _home(self, chunk: int) -> str:
+        return "device" if chunk in self.device else "ssd" if chunk in self.host.ssd else "host"
+
+
+def draft(
+    shape: ModelShape, record: Record, settings: Settings, device: frozenset[int], worth: int | None = None
+) -> Draft | None:
+    """None where the device cannot even hold what lives there, or where more than `worth` bytes would move."""
+    host = fill_host(shape, device, settings)
+    if worth is not None and _at_least(shape, record, device) + 2 * host.ssd_bytes > worth:
+        return None
+    static = sum(shape.state_bytes[i] for i in device)
+    pinned = settings.placement == "static"
+    if pinned:
+        static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
+    levels = levels_of(shape, record, settings)
+    rooms = tuple(settings.device - static - level for level in levels)
+    if min(rooms, default=0) < 0:
+        return None
+    uses = uses_of(shape, record, settings, device)
+    if pinned:
+        uses = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
+    line = Timeline(rooms, shape.sizes, tuple(uses), host.keep, shape.sources)
+    residency = replay(line, settings.eviction)
+    if pinned:
+        trained = [i for i, count in enumerate(shape.state_bytes) if count]
+        residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
+        residency.gathered += sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)
+    return Draft(shape, record, settings, device, host, static, levels, rooms, tuple(uses), residency)
+
+
+def _at_least(shape: ModelShape, record: Record, device: frozenset[int]) -> int:
+    """Bytes that must move whatever the room: gradients down and parameters up of what the host updates, and a
+    gather of what ranks share."""
+    used = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
+    trained = [i for i in used if shape.state_bytes[i]]
+    crossing = sum(shape.parameter_bytes[i] + shape.gradient_bytes[i] for i in trained if i not in device)
+    return crossing + sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)
