@@ -54,9 +54,11 @@ def choose(policy: str, candidates: Iterable[Candidate], needed: int) -> Sequenc
     enough. What the last one makes superfluous stays."""
     score = POLICIES[policy]
     left = list(candidates)
-    largest = max((candidate.nbytes for candidate in left), default=0)
-    # While more is short than any candidate has, scores do not depend on how much: one order serves for all.
-    left.sort(key=lambda candidate: score(candidate, largest))
+    sizes = {candidate.nbytes for candidate in left}
+    largest = max(sizes, default=0) if len(sizes) > 1 else 0
+    # While more is short than any candidate has, or where all have the same, how much is short does not change who is
+    # first: one order serves for all.
+    left.sort(key=lambda candidate: score(candidate, max(sizes)))
     chosen: list[Candidate] = []
     freed = 0
     while left and freed < needed:

@@ -7,6 +7,7 @@ what one leaves behind is what the next begins with.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -100,8 +101,9 @@ class _Walk:
         self.tasks: list[Task] = []
         self.held: dict[int, _Held] = {}
         self.occupied = 0
-        self.leaving: list[tuple[int, int]] = []
+        self.leaving: deque[tuple[int, int]] = deque()
         """(task, bytes): still on the device until the task ends."""
+        self.leaving_bytes = 0
         self.compute = -1
         self.main: int = -1
         """What the issuing thread waited for last."""
@@ -155,14 +157,16 @@ class _Walk:
         self.occupied -= self.sizes[item]
         self.tags[self.items[item][0]] -= self.sizes[item]
         self.leaving.append((task, self.sizes[item]))
+        self.leaving_bytes += self.sizes[item]
 
     def _room_for(self, count: int, moment: int) -> list[int]:
         """The tasks that must end before `count` more bytes fit in a moment."""
         budget = self.job.settings.device - self.plan.static_bytes - self.plan.levels[moment]
-        over = self.occupied + sum(size for _, size in self.leaving) + count - budget
+        over = self.occupied + self.leaving_bytes + count - budget
         waits: list[int] = []
         while over > 0 and self.leaving:
-            task, size = self.leaving.pop(0)
+            task, size = self.leaving.popleft()
+            self.leaving_bytes -= size
             over -= size
             waits.append(task)
         return waits

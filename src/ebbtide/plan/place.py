@@ -77,7 +77,8 @@ def _least_traffic(shape: ModelShape, record: Record, settings: Settings) -> Pla
     else:
         search.try_bytes(total)
         if not (search.best and search.best.traffic == 0):
-            for step in range(CANDIDATES):
+            # From the most down: what lives on the host must cross the link, so less is soon not worth a replay.
+            for step in reversed(range(CANDIDATES)):
                 search.try_bytes(total * step // CANDIDATES)
             search.refine(total // CANDIDATES)
     if search.best is None:
