@@ -92,6 +92,8 @@ class Config(Section):
     host_modules: Annotated[tuple[str, ...], patterns] = ()
     threads: Annotated[int | Auto, whole(auto=True)] = "auto"
     """Intra-op threads, fixed for the whole run: their number changes gradients."""
+    machine: Annotated[str, text] = ""
+    """A machine file: plans are chosen by the time that they take there; left out, by the bytes that they move."""
     poison: Annotated[bool, flag] = False
     """For tests: freed slots are filled with NaN."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

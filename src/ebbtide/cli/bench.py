@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from typer import Option
 
 from ebbtide.cli.options import at_least
 from ebbtide.cli.process import keep_freed_memory
+from ebbtide.errors import ConfigError
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -57,6 +59,30 @@ def offload(
 
     keep_freed_memory()
     _print(run(**options), json)
+
+
+@bench.command()
+def forecast(
+    models: Annotated[str, Option(help="Presets, with commas.")] = "gpt2-124m,gpt2-350m,gpt2-1b",
+    seqs: Annotated[str, Option(help="Lengths of a sequence, with commas.")] = "256,1024",
+    repeats: Repeats = 5,
+    json: Json = False,
+) -> None:
+    """Predicted and measured steps, bytes moved and peaks, on this machine as `doctor` measures it."""
+    at_least("--repeats", repeats, 1)
+    lengths = []
+    for part in seqs.split(","):
+        if not part.isdigit() or int(part) < 2:
+            raise ConfigError(f"--seqs: expected lengths such as 256,1024, found {seqs!r}")
+        lengths.append(int(part))
+    from ebbtide.bench.forecast import run
+
+    keep_freed_memory()
+    _print(run(tuple(models.split(",")), tuple(lengths), repeats, report=_say), json)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _options(model: str, batch: int, seq: int, repeats: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,26 +135,15 @@ def _counts(text: str | None) -> list[int]:
 
 
 def _budgets(machine: Machine, device: str | None, host: str | None, ssd: str | None) -> Machine:
-    """The machine with other memory; what is given is the budget itself, so nothing of it is reserved."""
-    for flag, text, least in (
-        ("--device-memory", device, 1),
-        ("--host-memory", host, 0),
-        ("--ssd-memory", ssd, 0),
-    ):
+    sizes: dict[str, int | None] = {}
+    for flag, given, least in (("device", device, 1), ("host", host, 0), ("ssd", ssd, 0)):
         try:
-            if text is not None and parse_size(text) < least:
-                raise ConfigError(f"expected a size above zero, found {text!r}")
+            sizes[flag] = None if given is None else parse_size(given)
+            if given is not None and parse_size(given) < least:
+                raise ConfigError(f"expected a size above zero, found {given!r}")
         except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from None
-    if device is not None:
-        machine = replace(machine, device=replace(machine.device, memory=parse_size(device), reserved=0))
-    if host is not None:
-        # Where the cores are the device, the host's budget is beside the device's.
-        beside = machine.device.memory if machine.device.kind == "cpu" else 0
-        machine = replace(machine, host=replace(machine.host, memory=beside + parse_size(host), reserved=0))
-    if ssd is not None:
-        machine = replace(machine, ssd=replace(machine.ssd, memory=parse_size(ssd)))
-    return machine
+            raise ConfigError(f"--{flag}-memory: {error}") from None
+    return machine.with_memory(**sizes)
 
 
 def _show(rows: list[Forecast], several: bool, compare: bool, report: Path | None, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from ebbtide.plan.hostside import STAGES
 from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD, ModelShape, Settings
-from ebbtide.plan.simulate import Task
+from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.uses import uses_of
 
 ITERATIONS = 3
@@ -59,6 +59,13 @@ class Walked:
     """Bytes on the device, the most in any moment."""
     peak_moment: int
     peak_tags: dict[str, int]
+
+
+def step_seconds(job: Job) -> float:
+    """Of the steady iteration."""
+    walked = walk(job)
+    run = simulate(walked.tasks)
+    return run.ends[walked.last[-1]] - run.ends[walked.last[-2]]
 
 
 def walk(job: Job, iterations: int = ITERATIONS) -> Walked:

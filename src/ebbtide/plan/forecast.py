@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ebbtide.errors import BudgetError
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.execute import Job, Walked, walk
+from ebbtide.plan.execute import Job, Walked, step_seconds, walk
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, HOST, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
@@ -112,7 +112,10 @@ def look(question: Question) -> Outlook:
     try:
         check_warm_up(setup)
         plan = make_plan(
-            setup.shape, question.record, setup.settings, lambda plan: _seconds(job_of(question, setup, plan))
+            setup.shape,
+            question.record,
+            setup.settings,
+            lambda plan: step_seconds(job_of(question, setup, plan)),
         )
     except BudgetError as error:
         return replace(base, short=Short(error.tier, error.short, str(error)))
@@ -133,13 +136,6 @@ def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
         question.exchanges,
         question.offloaded,
     )
-
-
-def _seconds(job: Job) -> float:
-    """Of the steady step."""
-    walked = walk(job)
-    run = simulate(walked.tasks)
-    return run.ends[walked.last[-1]] - run.ends[walked.last[-2]]
 
 
 def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outlook:

@@ -189,6 +189,22 @@ class Machine(MachineSection):
             )
         return replace(self, nodes=count // self.devices_per_node)
 
+    def with_memory(
+        self, device: int | None = None, host: int | None = None, ssd: int | None = None
+    ) -> Machine:
+        """The machine with other budgets: of a device, of a node's host, of a node's disks. What is given is the budget
+        itself: nothing of it is reserved."""
+        machine = self
+        if device is not None:
+            machine = replace(machine, device=replace(machine.device, memory=device, reserved=0))
+        if host is not None:
+            # Where the cores are the device, its memory is a part of the host's; the budget is what lies beside it.
+            beside = machine.device.memory if machine.device.kind == "cpu" else 0
+            machine = replace(machine, host=replace(machine.host, memory=beside + host, reserved=0))
+        if ssd is not None:
+            machine = replace(machine, ssd=replace(machine.ssd, memory=ssd))
+        return machine
+
     def seconds(self, work: Work) -> float:
         """What an operator takes on the device when it has it for itself."""
         return self._rates.seconds(work)

@@ -66,3 +66,15 @@ class Settings:
     take_over: bool = False
     """Gradients take the parameter's space (separate master) where one accumulation was seen."""
     ssd: int = 0
+
+
+def update_bytes(shape: ModelShape, master: str) -> tuple[int, ...]:
+    """By chunk: what an update reads and writes. State is read and written, the gradient read, and so is a parameter
+    that is half of its master; every parameter is written."""
+    read = 0 if master == "separate" else 1
+    return tuple(
+        2 * state + (grad + (1 + read) * param if state else 0)
+        for state, grad, param in zip(
+            shape.state_bytes, shape.gradient_bytes, shape.parameter_bytes, strict=True
+        )
+    )

@@ -35,7 +35,7 @@ from ebbtide.layout import (
     unit_elements,
 )
 from ebbtide.plan.machine import Machine
-from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.units import format_size, round_up
 
 WARM_UP_SHARE = 0.2
@@ -229,7 +229,7 @@ def _setup(
     for tensor, wanted in zip(model.tensors, model.trained, strict=True):
         trained[layout.spans[tensor.name].chunk] |= wanted
     shared = _shared(model, layout) if ask.ranks > 1 else frozenset()
-    slices, whole, states, updates = [], [], [], []
+    slices, whole, states = [], [], []
     for chunk in layout.chunks:
         item = ITEMSIZE[chunk.dtype]
         count = chunk.size
@@ -241,7 +241,6 @@ def _setup(
             (chunk.size if whole_slices else count * ask.ranks) * item if chunk.index in shared else 0
         )
         states.append(state)
-        updates.append(2 * state + count * item * (3 if master == "split" or item == 4 else 2))
     grads = [size if wanted else 0 for size, wanted in zip(slices, trained, strict=True)]
     places = tuple(layout.spans[tensor.name].chunk for tensor in model.tensors)
     run_chunks = tuple(tuple(sorted({places[p] for p in run})) for run in model.runs)
@@ -250,7 +249,16 @@ def _setup(
     )
     copied = tuple(tensor.numel * ITEMSIZE[tensor.dtype] for tensor in model.tensors) if captured else ()
     return Setup(
-        layout, shape, settings, tuple(updates), copied, blocking, False, lock_free, None, layout.unit
+        layout,
+        shape,
+        settings,
+        update_bytes(shape, master),
+        copied,
+        blocking,
+        False,
+        lock_free,
+        None,
+        layout.unit,
     )
 
 

@@ -24,7 +24,11 @@ from ebbtide.layout import build_layout, unit_elements
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.execute import Job, step_seconds
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.place import Cost
+from ebbtide.plan.rates import Rates
+from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.record import Record
 from ebbtide.run.executor import Executor
 from ebbtide.run.hosted import HostModules
@@ -91,7 +95,7 @@ class Session:
             config.updates == "in-backward",
             config.resolved_master == "separate" and config.accumulate == 1 and config.updates == "exact",
         )
-        self.traces = Traces(self.shape, settings)
+        self.traces = Traces(self.shape, settings, self._cost(settings))
         self.symbolic_note = ""
         self._pending: tuple[Record, Any] | None = None
         self._recorder: Recorder | None = None
@@ -137,6 +141,19 @@ class Session:
         grads = tuple(p if trained else 0 for p, trained in zip(params, self.data.trained, strict=True))
         places = tuple(place.chunk for place in self.data.places)
         return ModelShape(self.data.run_chunks, places, params, grads, tuple(states))
+
+    def _cost(self, settings: Settings) -> Cost | None:
+        """What a plan is worth: seconds on the machine that is described, else the bytes that it moves."""
+        if not self.config.machine:
+            return None
+        rates = Rates(Machine.read(self.config.machine))
+        updates = update_bytes(self.shape, self.config.resolved_master)
+        captured = () if self.updates.kept.enabled else tuple(self._gradient_bytes())
+        return lambda plan: step_seconds(Job(self.shape, plan, settings, rates, updates, captured))
+
+    def _gradient_bytes(self) -> Iterator[int]:
+        for place in self.data.places:
+            yield place.numel * self.data.parameter_chunk(place.chunk).dtype.itemsize
 
     def _check_fit(self) -> None:
         shape = self.shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ebbtide.plan.bound import least_traffic
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.place import make_plan
+from ebbtide.plan.place import Cost, make_plan
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 
@@ -27,9 +27,10 @@ class Known:
 class Traces:
     """Records and plans by signature, the most recently used ones."""
 
-    def __init__(self, shape: ModelShape, settings: Settings) -> None:
+    def __init__(self, shape: ModelShape, settings: Settings, cost: Cost | None = None) -> None:
         self.shape = shape
         self.settings = settings
+        self.cost = cost
         self.count = 0
         self._known: OrderedDict[str, Known] = OrderedDict()
 
@@ -50,7 +51,7 @@ class Traces:
 
     def plan(self, known: Known) -> Plan:
         if known.plan is None:
-            known.plan = make_plan(self.shape, known.record, self.settings)
+            known.plan = make_plan(self.shape, known.record, self.settings, self.cost)
         return known.plan
 
     def highest(self) -> int:

@@ -1,0 +1,153 @@
+"""The forecast against the machine: what was predicted and what was measured, side by side.
+
+The machine is measured once, at the start, and written to a file; the forecasts and the engine's own planner read
+that one file. Three budgets a model: everything on the device; optimizer state outside; and parameters that spill, too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbtide.bench.steps import Ours, tokens
+from ebbtide.config import Config
+from ebbtide.doctor.examine import examine
+from ebbtide.doctor.written import machine_toml
+from ebbtide.forecaster import Forecast, Forecaster, Workload
+from ebbtide.plan.machine import Machine
+
+MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
+SEQUENCES = (256, 1024)
+WARM_UP = 3
+BATCH = 1
+SLACK = 10**9
+"""RAM that is left to the process itself."""
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    seq: int
+    name: str
+    device: int
+    """Bytes; so is `host`."""
+    host: int
+
+
+def run(
+    models: tuple[str, ...] = MODELS,
+    seqs: tuple[int, ...] = SEQUENCES,
+    repeats: int = 5,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    report("measuring the machine")
+    with tempfile.TemporaryDirectory() as scratch:
+        found = examine(folder or Path(scratch))
+        path = Path(scratch) / "machine.toml"
+        path.write_text(
+            machine_toml(found.machine, "Measured by the forecast's benchmark."), encoding="utf-8"
+        )
+        machine = Machine.read(path)
+        rows = []
+        for model in models:
+            forecaster = Forecaster(model, {"clip": 1.0})
+            for seq in seqs:
+                for case in _cases(forecaster, machine, model, seq):
+                    report(f"{case.model}, sequence {case.seq}, {case.name}")
+                    rows.append(_row(forecaster, machine, path, case, repeats))
+    return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
+
+
+def _cases(forecaster: Forecaster, machine: Machine, model: str, seq: int) -> Iterator[Case]:
+    work = Workload(BATCH, seq)
+    seen = forecaster.see(work, 1)
+    tide, params = seen.trace.record.peak, seen.params
+    ram = machine.host.memory - machine.host.reserved - SLACK
+    yield Case(model, seq, "all on the device", ram, 0)
+    for name, bytes_each in (("state outside", 4.25), ("parameters spill", 1.75)):
+        device = tide + int(bytes_each * params)
+        yield Case(model, seq, name, device, min(ram - device, int(14.5 * params)))
+
+
+def _row(forecaster: Forecaster, machine: Machine, path: Path, case: Case, repeats: int) -> dict[str, Any]:
+    forecast = forecaster.answer(
+        machine.with_memory(case.device, case.host), Workload(BATCH, case.seq), explain=False
+    )
+    if not forecast.outlook.fits:
+        raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
+    measured = _measured(case, path, forecaster.config, repeats)
+    predicted = _predicted(forecast)
+    return {
+        "model": case.model,
+        "seq": case.seq,
+        "budget": case.name,
+        "device_bytes": case.device,
+        "host_bytes": case.host,
+        **{f"predicted_{name}": value for name, value in predicted.items()},
+        **{f"measured_{name}": value for name, value in measured.items()},
+        "step_ratio": predicted["step_seconds"] / measured["step_seconds"],
+        "moved_ratio": _ratio(predicted["moved_bytes"], measured["moved_bytes"]),
+        "device_peak_ratio": _ratio(predicted["device_peak_bytes"], measured["device_peak_bytes"]),
+        "host_peak_ratio": _ratio(predicted["host_peak_bytes"], measured["host_peak_bytes"]),
+        "bound_seconds": forecast.outlook.bound_seconds,
+    }
+
+
+def _ratio(predicted: float, measured: float) -> float | None:
+    return predicted / measured if measured else None if predicted else 1.0
+
+
+def _predicted(forecast: Forecast) -> dict[str, Any]:
+    found = forecast.outlook
+    return {
+        "step_seconds": found.step_seconds,
+        "moved_bytes": found.moved_bytes["host_to_device"] + found.moved_bytes["device_to_host"],
+        "device_peak_bytes": sum(found.bytes["device"].values()),
+        "host_peak_bytes": sum(found.bytes["host"].values()),
+    }
+
+
+def _measured(case: Case, path: Path, config: Config, repeats: int) -> dict[str, Any]:
+    settings = config.with_({"machine": str(path), "device.memory": case.device, "host.memory": case.host})
+    ours = Ours(case.model, tokens(case.model, BATCH, case.seq), settings.to_dict())
+    try:
+        for _ in range(WARM_UP):
+            ours.step()
+        before = _moved(ours.engine.stats())
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            ours.step()
+            seconds.append(time.perf_counter() - start)
+        stats = ours.engine.stats()
+    finally:
+        ours.close()
+    return {
+        "step_seconds": statistics.median(seconds),
+        "moved_bytes": (_moved(stats) - before) // repeats,
+        "device_peak_bytes": stats["peak_bytes"]["device"],
+        "host_peak_bytes": stats["peak_bytes"]["host"],
+    }
+
+
+def _moved(stats: Mapping[str, Any]) -> int:
+    return sum(stats["moved_bytes"].values())
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How far predictions are off, as shares of what was measured."""
+    step = [abs(row["step_ratio"] - 1) for row in rows]
+    peaks = [row[name] for row in rows for name in ("device_peak_ratio", "host_peak_ratio")]
+    moved = [row["moved_ratio"] for row in rows]
+    return {
+        "step_error_median": statistics.median(step),
+        "step_error_worst": max(step),
+        "moved_error_worst": max(abs(ratio - 1) for ratio in moved if ratio is not None),
+        "peak_error_worst": max(abs(ratio - 1) for ratio in peaks if ratio is not None),
+    }
