@@ -22,6 +22,7 @@ from ebbtide.plan.strategies import Ask, Model
 from ebbtide.plan.verdict import Lift, lifts, sentence
 from ebbtide.record import Record
 from ebbtide.tracing.alone import Trace, trace
+from ebbtide.tracing.elsewhere import RULES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -163,16 +164,21 @@ class Forecaster:
 
     # -- tracing --------------------------------------------------------------------------------------
 
-    def see(self, work: Workload, ranks: int, layers: int | None = None) -> Seen:
-        shared = ranks if self.spec is not None and self.spec.experts else 1
-        key = (work.batch, work.seq, work.checkpoint_activations, shared, layers)
+    def see(self, work: Workload, machine: Machine, layers: int | None = None) -> Seen:
+        shared = machine.devices if self.spec is not None and self.spec.experts else 1
+        target = machine.device.kind
+        key = (work.batch, work.seq, work.checkpoint_activations, shared, layers, target)
         if key not in self._seen:
             start = time.perf_counter()
-            seen = self._of_spec(work, shared, layers) if self.spec is not None else self._of_module(work)
+            seen = (
+                self._of_spec(work, shared, layers, target)
+                if self.spec is not None
+                else self._of_module(work, target)
+            )
             self._seen[key] = replace(seen, seconds=time.perf_counter() - start)
         return self._seen[key]
 
-    def _of_spec(self, work: Workload, ranks: int, layers: int | None) -> Seen:
+    def _of_spec(self, work: Workload, ranks: int, layers: int | None, target: str) -> Seen:
         assert self.spec is not None
         spec = self.spec if layers is None else self.spec.with_layers(layers)
         share = spec.share_of_experts(ranks)
@@ -180,7 +186,7 @@ class Forecaster:
         if work.checkpoint_activations:
             checkpoint(module, spec.name)
         dtype = DTYPES[self.config.precision]
-        traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, keep_outputs=False)
+        traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target)
         expert = tuple(".experts." in tensor.name for tensor in traced.tensors) if spec.experts else ()
         tokens = spec.tokens(work.batch, work.seq)
         sent = tokens * int(getattr(spec.config, "hidden_size", 0)) * dtype.itemsize
@@ -188,13 +194,13 @@ class Forecaster:
         params = spec.parameters if spec.experts else sum(tensor.numel for tensor in traced.tensors)
         return Seen(spec.name, traced, params, tokens, expert, sent if any(expert) else 0, 0.0)
 
-    def _of_module(self, work: Workload) -> Seen:
+    def _of_module(self, work: Workload, target: str) -> Seen:
         module = self._model if isinstance(self._model, nn.Module) else self._built()
         if work.checkpoint_activations:
             checkpoint(module, type(module).__name__)
         found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
         dtype = DTYPES[self.config.precision] if len(found) == 1 else None
-        traced = trace(module, self._example, dtype)
+        traced = trace(module, self._example, dtype, target=target)
         tokens = self._tokens if self._tokens is not None else work.batch * work.seq
         return Seen(type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 0, 0.0)
 
@@ -213,7 +219,7 @@ class Forecaster:
     def question(
         self, machine: Machine, work: Workload, strategy: str, layers: int | None = None
     ) -> Question:
-        seen = self.see(work, machine.devices, layers)
+        seen = self.see(work, machine, layers)
         record = seen.trace.record
         offloaded: Mapping[int, int] = {}
         taken = 0
@@ -229,13 +235,14 @@ class Forecaster:
         self, machine: Machine, work: Workload, strategy: str = "ebbtide", explain: bool = True
     ) -> Forecast:
         question = self.question(machine, work, strategy)
-        seen = self.see(work, machine.devices)
+        seen = self.see(work, machine)
         start = time.perf_counter()
         found = look(question)
         lifted = tuple(lifts(question, found)) if explain and found.fits else ()
         would = tuple(self._would_fit(machine, work, strategy, found)) if explain and not found.fits else ()
         seconds = time.perf_counter() - start
-        notes = (seen.trace.note,) if seen.trace.note else ()
+        rules = RULES.get(machine.device.kind)
+        notes = tuple(note for note in (seen.trace.note, rules.note if rules else "") if note)
         return Forecast(
             seen.name,
             machine.name,
@@ -256,11 +263,11 @@ class Forecaster:
         fitting = []
         if not work.checkpoint_activations and (self.spec is not None or _can_checkpoint(self._model)):
             other = replace(work, checkpoint_activations=True)
-            if look(self.question(machine, other, strategy)).fits:
+            if look(self.question(machine, other, strategy), quick=True).fits:
                 fitting.append("--checkpoint-activations")
         batch = work.batch // 2
         while batch and found.short.tier == "device" and self.spec is not None:
-            if look(self.question(machine, replace(work, batch=batch), strategy)).fits:
+            if look(self.question(machine, replace(work, batch=batch), strategy), quick=True).fits:
                 fitting.append(f"--batch {batch}")
                 break
             batch //= 2
@@ -283,7 +290,7 @@ def _more_memory(question: Question, found: Outlook) -> list[str]:
         machine = replace(
             machine, **{short.tier: replace(section, memory=section.memory + short.bytes * each)}
         )
-        other = look(replace(question, ask=replace(question.ask, machine=machine)))
+        other = look(replace(question, ask=replace(question.ask, machine=machine)), quick=True)
         if other.fits:
             changed = (
                 t

@@ -47,7 +47,7 @@ def find_largest(
                 question = forecaster.question(machine, work, strategy, size)
             else:
                 question = forecaster.question(machine, replace(work, batch=size), strategy)
-            known[size] = look(question)
+            known[size] = look(question, quick=True)
         return known[size]
 
     def good(size: int) -> bool:

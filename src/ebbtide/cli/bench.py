@@ -10,8 +10,8 @@ import typer
 from typer import Option
 
 from ebbtide.cli.options import at_least
-from ebbtide.cli.process import keep_freed_memory
 from ebbtide.errors import ConfigError
+from ebbtide.memory.heap import keep_freed_memory
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -77,7 +77,6 @@ def forecast(
         lengths.append(int(part))
     from ebbtide.bench.forecast import run
 
-    keep_freed_memory()
     _print(run(tuple(models.split(",")), tuple(lengths), repeats, report=_say), json)
 
 

@@ -14,10 +14,10 @@ import torch
 
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.options import Task
-from ebbtide.cli.process import keep_freed_memory
 from ebbtide.config import Config
 from ebbtide.engine import initialize
 from ebbtide.errors import ConfigError
+from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
 from ebbtide.units import format_size

@@ -93,7 +93,8 @@ class Outlook:
     """By lane: when its tasks ran in one step (start, end, cause)."""
 
 
-def look(question: Question) -> Outlook:
+def look(question: Question, quick: bool = False) -> Outlook:
+    """`quick`: only the plan that moves least is simulated; whether it fits is the same."""
     setup = STRATEGIES[question.strategy](question.ask)
     left = setup.settings.host - question.offloaded_bytes
     setup = replace(setup, settings=replace(setup.settings, host=max(0, left)))
@@ -111,12 +112,11 @@ def look(question: Question) -> Outlook:
         return replace(base, short=Short("host", -left, message))
     try:
         check_warm_up(setup)
-        plan = make_plan(
-            setup.shape,
-            question.record,
-            setup.settings,
-            lambda plan: step_seconds(job_of(question, setup, plan)),
-        )
+
+        def seconds(plan: Plan) -> float:
+            return step_seconds(job_of(question, setup, plan))
+
+        plan = make_plan(setup.shape, question.record, setup.settings, None if quick else seconds)
     except BudgetError as error:
         return replace(base, short=Short(error.tier, error.short, str(error)))
     return _answer(question, setup, plan, base)

@@ -14,6 +14,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.intercept import Interceptor, Observer, find_units
 from ebbtide.layout import TensorSpec
 from ebbtide.record import Record
+from ebbtide.tracing.elsewhere import RULES
 from ebbtide.tracing.estimate import Shape, estimate
 from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
 
@@ -35,7 +36,11 @@ class Trace:
 
 
 def trace(
-    module: nn.Module, example: Any, dtype: torch.dtype | None = None, keep_outputs: bool = True
+    module: nn.Module,
+    example: Any,
+    dtype: torch.dtype | None = None,
+    keep_outputs: bool = True,
+    target: str = "cpu",
 ) -> Trace:
     """Imagines forward and backward of `module` on `example` (keyword arguments as a mapping, positional ones as a
     tuple, or one tensor), under fake tensors on the CPU. Both may be on the meta device.
@@ -74,7 +79,16 @@ def trace(
     note = ""
     try:
         record = trace_symbolically(
-            module, fake, args, kwargs, "trace", fixed, interceptor.substituted, scalar_loss, keep_outputs
+            module,
+            fake,
+            args,
+            kwargs,
+            "trace",
+            fixed,
+            interceptor.substituted,
+            scalar_loss,
+            keep_outputs,
+            RULES.get(target),
         )
     except Exception as reason:
         # Whatever a forward may raise under fake tensors, a plan needs a record.

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.record import Work
 from ebbtide.tracing.cost import tensors_in, work_of
+from ebbtide.tracing.elsewhere import Rules
+from ebbtide.units import round_up
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -35,8 +37,12 @@ class StorageMeter(TorchDispatchMode):
     """Counts the bytes of every storage made under it, but for those that `ignore` claims (by address of
     the storage object)."""
 
-    def __init__(self, ignore: Callable[[int], bool], device: torch.device | None = None) -> None:
+    def __init__(
+        self, ignore: Callable[[int], bool], device: torch.device | None = None, rules: Rules | None = None
+    ) -> None:
+        """`rules`: those of another device that is to be foretold."""
         super().__init__()
+        self._rules = rules
         self._ignore = ignore
         self._device = device
         self._refs: dict[int, Any] = {}
@@ -56,6 +62,9 @@ class StorageMeter(TorchDispatchMode):
             self._note(out)
         elif out is not None:
             self.note(out)
+        if self._rules is not None and func._overloadpacket in self._rules.temporaries:
+            extra = self._rules.temporaries[func._overloadpacket](*args, **(kwargs or {}))
+            self._peak = max(self._peak, self._alive + extra)
         return out
 
     def note(self, values: Any) -> None:
@@ -81,6 +90,8 @@ class StorageMeter(TorchDispatchMode):
         if self._device is not None and tensor.device != self._device:
             return
         count = storage.nbytes()
+        if self._rules is not None:
+            count = round_up(count, self._rules.granule)
         self._refs[key] = weakref.ref(storage, partial(self._died, key, count))
         self._alive += count
         self._peak = max(self._peak, self._alive)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ebbtide.intercept import Unit
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
+from ebbtide.tracing.elsewhere import Rules
 from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import StorageMeter, storage_bytes
@@ -131,12 +132,23 @@ def trace_symbolically(
     substituted: Callable[[Any, list[nn.Parameter]], Any],
     find_loss: Callable[[Any], torch.Tensor | None],
     keep_outputs: bool = True,
+    rules: Rules | None = None,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
     the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
-    only the loss."""
+    only the loss. `rules`: of a device that is not the one that is traced on."""
     imagine = partial(
-        _trace, module, parameters, args, kwargs, signature, fixed, substituted, find_loss, keep_outputs
+        _trace,
+        module,
+        parameters,
+        args,
+        kwargs,
+        signature,
+        fixed,
+        substituted,
+        find_loss,
+        keep_outputs,
+        rules,
     )
     known = KnownValues()
     try:
@@ -157,12 +169,13 @@ def _trace(
     substituted: Callable[[Any, list[nn.Parameter]], Any],
     find_loss: Callable[[Any], torch.Tensor | None],
     keep_outputs: bool,
+    rules: Rules | None,
     known: AbstractContextManager[Any],
 ) -> Record:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake, weights = _fakes(mode, parameters)
     kept: set[int] = set()
-    meter = StorageMeter(lambda storage: storage in weights or storage in kept)
+    meter = StorageMeter(lambda storage: storage in weights or storage in kept, rules=rules)
     inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
     observer = SymbolicObserver(recorder, weights)
