@@ -78,7 +78,7 @@ def test_rows_for_devices_and_for_strategies(
 
 
 def test_what_does_not_fit_is_an_answer(plan: Callable[..., tuple[int, str, str]]) -> None:
-    flags = ["--model", "gpt-4b", "--machine", "pc-8gb", "--batch", "8", "--seq", "1024"]
+    flags = ["--model", "gpt-4b", "--machine", "pc-8gb", "--batch", "2", "--seq", "128"]
     found = answer(plan, *flags)
     assert found["fits"] is False
     assert found["short"]["tier"] in ("device", "host") and found["short"]["bytes"] > 0
@@ -190,7 +190,7 @@ def test_options_change_what_they_should() -> None:
         return made.answer(small, Workload(2, 512), explain=False).outlook
 
     once, thrice = with_settings(), with_settings(accumulate=3)
-    assert thrice.step_seconds > 2.5 * once.step_seconds
+    assert thrice.step_seconds > 2 * once.step_seconds  # one update for three passes
     free = with_settings(updates="lock-free")
     assert free.staleness is not None and 1 <= free.staleness <= Config().max_staleness
     assert free.step_seconds <= once.step_seconds
@@ -228,8 +228,8 @@ def largest_of_family(strategy: str, gpus: int, names: list[str]) -> str | None:
     best = None
     for name in names:
         forecaster = Forecaster(name, {"precision": "fp16"})
-        for batch in (8, 4, 16):
-            found = look(forecaster.question(machine, Workload(batch, 1024, True), strategy))
+        for batch in (8, 4):
+            found = look(forecaster.question(machine, Workload(batch, 1024, True), strategy), quick=True)
             if found.fits and (found.tflops_per_device or 0) >= 30:
                 best = name
                 break

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import StateError
 from ebbtide.plan.place import make_plan
-from ebbtide.plan.residency import FREE, SPILL, Timeline, Use, replay
+from ebbtide.plan.residency import FREE, SPILL, STALE, Timeline, Use, replay
 from ebbtide.plan.schedule import advance, on_demand
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.states import RunStates, State
@@ -84,7 +84,7 @@ def test_no_schedule_passes_a_room(line: Timeline, policy: str, early: bool) -> 
     """Walks the triggers of a steady iteration around twice: what is used is there, and the room is kept."""
     done = replay(line, policy)
     assume(done.steady)
-    triggers = advance(done, line.rooms, line.sizes, {}) if early else on_demand(done)
+    triggers = advance(done, line.rooms, line.sizes, {}) if early else on_demand(done, {})
     resident: set[int] = set()
     for around, (moment, room) in itertools.product(range(3), enumerate(line.rooms)):
         for trigger in sorted((t for t in triggers if t.moment == moment), key=lambda t: t.fetch):
@@ -159,11 +159,20 @@ def test_an_illegal_transition_prints_the_history() -> None:
     st.booleans(),
     st.booleans(),
     st.sampled_from(["farthest-next-use", "lru", "list-order"]),
+    st.sampled_from([1, 2, 5]),
 )
 def test_no_plan_passes_a_budget_and_every_access_is_met(
-    layers: int, peak: int, share: int, accumulate: int, prefetch: bool, take_over: bool, eviction: str
+    layers: int,
+    peak: int,
+    share: int,
+    accumulate: int,
+    prefetch: bool,
+    take_over: bool,
+    eviction: str,
+    ranks: int,
 ) -> None:
-    """Follows a plan's triggers through steady iterations: gradients appear and go, host updates make copies stale."""
+    """Follows a plan's triggers through steady iterations: gradients appear and go, host updates make copies stale, and
+    what ranks share is gathered from slices that are there."""
     size = 1000
     shape = ModelShape(
         tuple((i,) for i in range(layers)),
@@ -171,10 +180,11 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
         (2 * size,) * layers,
         (2 * size,) * layers,
         (10 * size,) * layers,
+        (2 * size * ranks,) * layers if ranks > 1 else (),
     )
     record = small_record(layers, peak)
     chosen = Settings(
-        peak + SCALARS + 6000 + 14 * size * layers * share // 100,
+        peak + SCALARS + 6000 * (ranks + 1) + 14 * size * layers * share // 100,
         10**9,
         eviction=eviction,
         prefetch=prefetch,
@@ -186,10 +196,13 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
     uses = uses_of(
         shape, record, chosen, frozenset(i for i, home in enumerate(plan.homes) if home == "device")
     )
-    sizes = (*shape.parameter_bytes, *shape.gradient_bytes)
+    sizes = shape.sizes
     resident: set[int] = set()
     for around, moment in itertools.product(range(3), range(len(plan.levels))):
-        for trigger in sorted(plan.triggers[moment], key=lambda t: t.fetch):
+        for trigger in plan.triggers[moment]:
+            source = shape.sources.get(trigger.item)
+            if trigger.fetch and source is not None and around > 0:
+                assert source in resident, (around, moment, plan.items[trigger.item])
             (resident.add if trigger.fetch else resident.discard)(trigger.item)
         for use in uses:
             if use.first == moment:
@@ -198,4 +211,10 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
                 assert use.item in resident, (around, moment, plan.items[use.item])
         held = plan.static_bytes + sum(sizes[i] for i in resident) + plan.levels[moment]
         assert around == 0 or held <= chosen.device, (around, moment, held - chosen.device)
-        resident -= {use.item for use in uses if use.last == moment and use.after in (FREE, SPILL)}
+        gone = (FREE, SPILL)
+        resident -= {
+            use.item
+            for use in uses
+            if use.last == moment
+            and (use.after in gone or (use.after == STALE and use.item in shape.sources))
+        }

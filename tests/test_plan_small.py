@@ -18,7 +18,7 @@ from ebbtide.plan.forecast import Question, job_of, look
 from ebbtide.plan.strategies import STRATEGIES
 from test_simulate import MACHINE, small_question
 
-CASES = 60
+CASES = 40
 MOST = 400
 """Orders of eviction that are tried for each choice of homes."""
 
@@ -38,10 +38,6 @@ class Oracle:
             self.options.append(len(left))
             chosen.append(left.pop(digit % len(left)))
         return chosen
-
-
-def orders(attempt: Iterator[Oracle]) -> Iterator[Oracle]:
-    return itertools.islice(attempt, MOST)
 
 
 def oracles() -> Iterator[Oracle]:
@@ -66,7 +62,7 @@ def brute_force(question: Question, patch: pytest.MonkeyPatch) -> float:
     for count, early in itertools.product(range(len(chunks) + 1), (True, False)):
         settings = replace(setup.settings, prefetch=early)
         for homes in itertools.combinations(chunks, count):
-            for oracle in orders(oracles()):
+            for oracle in itertools.islice(oracles(), MOST):
                 with patch.context() as patched:
                     patched.setattr(residency, "choose", oracle.choose)
                     made = draft(setup.shape, question.record, settings, frozenset(homes))

@@ -147,4 +147,6 @@ def test_no_step_beats_its_bound_and_no_tier_its_budget(question: Question) -> N
         assert sum(found.bytes[tier].values()) <= budget, tier
     stalled = sum(stall.seconds for stall in found.stalls)
     assert stalled <= found.step_seconds * (1 + 1e-6)
+    if found.staleness is None:
+        assert sum(found.critical_seconds.values()) == pytest.approx(found.step_seconds)
     assert repr(look(question)) == repr(found)  # nothing is random

@@ -122,6 +122,7 @@ class Forecast:
             "must_seconds": dict(found.must_seconds),
             "bottleneck": found.bottleneck,
             "busy_seconds": dict(found.busy_seconds),
+            "critical_seconds": dict(found.critical_seconds),
             "stalls": [vars_of(stall) for stall in found.stalls],
             "staleness": found.staleness,
             "lifts": [vars_of(lift) for lift in self.lifts],

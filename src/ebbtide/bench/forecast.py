@@ -10,7 +10,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,9 @@ def _row(forecaster: Forecaster, machine: Machine, path: Path, case: Case, repea
     forecast = _forecast(forecaster, machine, case)
     if not forecast.outlook.fits:
         raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
-    measured = _measured(case, path, forecaster.config, repeats)
+    # In a process of its own: what one engine leaves in the heap is not the next one's to bear.
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        measured = alone.submit(_measured, case, path, forecaster.config, repeats).result()
     predicted = _predicted(forecast)
     return {
         "model": case.model,

@@ -99,7 +99,7 @@ def plan(
         for one in machines
         for name in strategies
     ]
-    _show(rows, several, compare, report, json)
+    _show(rows, several, report, json)
 
 
 def _answer(
@@ -146,7 +146,7 @@ def _budgets(machine: Machine, device: str | None, host: str | None, ssd: str | 
     return machine.with_memory(**sizes)
 
 
-def _show(rows: list[Forecast], several: bool, compare: bool, report: Path | None, as_json: bool) -> None:
+def _show(rows: list[Forecast], several: bool, report: Path | None, as_json: bool) -> None:
     from ebbtide.cli.output import print_json
     from ebbtide.cli.plan_view import print_forecast, print_rows
 
@@ -159,7 +159,7 @@ def _show(rows: list[Forecast], several: bool, compare: bool, report: Path | Non
     if as_json:
         print_json(result)
     elif several:
-        print_rows(result["rows"], compare)
+        print_rows(result["rows"])
     else:
         print_forecast(rows[0])
 

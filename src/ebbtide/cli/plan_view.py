@@ -96,14 +96,16 @@ def _strip(strip: Iterable[tuple[float, float, str]], seconds: float, width: int
     return "".join(shades[min(4, round(4 * part / piece + 0.3)) if part else 0] for part in busy)
 
 
-def print_rows(rows: list[dict[str, Any]], compare: bool) -> None:
-    """Several answers side by side."""
-    table = Table(title_justify="left")
-    for name in ("strategy", "gpus", "fits", "largest", "step s", "tokens/s", "TFLOPS", "of bound", "held back by",
-                 "host link", "wire", "speed-up"):  # fmt: skip
-        table.add_column(name, justify="left" if name in ("strategy", "held back by") else "right")
-    for row in rows:
-        table.add_row(*_cells(row))
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """Several answers side by side; columns that say nothing are left out."""
+    made = [_cells(one) for one in rows]
+    table = Table(box=None, padding=(0, 1))
+    names = [name for name in made[0] if any(row[name] for row in made)]
+    for name in names:
+        left = name in ("strategy", "held back by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name == "strategy")
+    for cells in made:
+        table.add_row(*(cells[name] for name in names))
     console = Console()
     console.print(table)
     for row in rows:
@@ -111,21 +113,22 @@ def print_rows(rows: list[dict[str, Any]], compare: bool) -> None:
             console.print(f"{row['strategy']}, {row['gpus']}: {row['short']['message']}", highlight=False)
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    best = row["max"]
-    moved = row["moved_bytes"]
-    cells = [row["strategy"], str(row["gpus"]), "yes" if row["fits"] else "no"]
-    cells.append(f"{best['params'] / 1e9:.3g}B, batch {best['batch']}" if best else "")
-    if not row["fits"]:
-        return [*cells, *[""] * 8]
-    return [
-        *cells,
-        f"{row['step_seconds']:.3g}",
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['tflops_per_device']:.3g}",
-        f"{100 * row['achieved_over_bound']:.0f} %",
-        NAMES.get(row["bottleneck"], row["bottleneck"]),
-        format_size(moved["host_to_device"] + moved["device_to_host"]),
-        format_size(moved["wire"]),
-        f"{row['speed_up']:.2f}" if row["speed_up"] else "",
-    ]
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    best, moved, fits = row["max"], row["moved_bytes"], row["fits"]
+    cells = {"strategy": row["strategy"], "gpus": str(row["gpus"]), "fits": "yes" if fits else "no"}
+    cells["largest"] = f"{best['params'] / 1e9:.3g}B" if best else ""
+    cells["batch"] = str(best["batch"]) if best else ""
+    seconds = row["step_seconds"] or 0.0
+    link = moved["host_to_device"] + moved["device_to_host"] if fits else 0
+    wire = moved["wire"] if fits else 0
+    shown = {
+        "step s": f"{seconds:.3g}",
+        "tokens/s": f"{row['tokens_per_second'] or 0:,.0f}",
+        "TFLOPS": f"{row['tflops_per_device'] or 0:.3g}",
+        "of bound": f"{100 * (row['achieved_over_bound'] or 0):.0f} %",
+        "link": format_size(link) if link else "",
+        "wire": format_size(wire) if wire else "",
+        "speed-up": f"{row['speed_up']:.2f}" if row["speed_up"] not in (None, 1.0) else "",
+        "held back by": NAMES.get(row["bottleneck"], str(row["bottleneck"])),
+    }
+    return cells | (shown if fits else dict.fromkeys(shown, ""))

@@ -70,8 +70,10 @@ class Draft:
     def plan(self) -> Plan:
         shape, settings, residency = self.shape, self.settings, self.residency
         sizes, items = shape.sizes, shape.items
-        early = settings.prefetch
-        moves = advance(residency, self.rooms, sizes, shape.sources) if early else on_demand(residency)
+        if settings.prefetch:
+            moves = advance(residency, self.rooms, sizes, shape.sources)
+        else:
+            moves = on_demand(residency, shape.sources)
         triggers: list[list[Trigger]] = [[] for _ in self.rooms]
         for trigger in moves:
             triggers[trigger.moment].append(trigger)

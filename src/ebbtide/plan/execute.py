@@ -13,12 +13,24 @@ from dataclasses import dataclass, field
 
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.hostside import STAGES
-from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
+from ebbtide.plan.rates import (
+    COMPUTE,
+    CORES,
+    HOST,
+    READ,
+    TO_DEVICE,
+    TO_HOST,
+    WIRE,
+    WRITE,
+    Rates,
+    Shares,
+)
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD, ModelShape, Settings
 from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.uses import uses_of
 
+MOVES = (TO_DEVICE, TO_HOST)
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
 
@@ -147,9 +159,27 @@ class _Walk:
         first = lane == HOST and not self.rates.on_cpu
         known = tuple(sorted({place for place in after if place >= 0}))
         self.tasks.append(
-            Task(lane, seconds, known, self.rates.shares(lane), cause or lane, moment, nbytes, first)
+            Task(
+                lane,
+                seconds,
+                known,
+                self._shares(lane, seconds, nbytes),
+                cause or lane,
+                moment,
+                nbytes,
+                first,
+            )
         )
         return len(self.tasks) - 1
+
+    def _shares(self, lane: str, seconds: float, nbytes: int) -> Shares:
+        """What a task takes of what is shared; of memory what its bytes ask for over its seconds, for nothing flows
+        while a move only begins."""
+        found = self.rates.shares(lane)
+        if lane not in MOVES or not seconds:
+            return found
+        flowing = nbytes / self.rates.machine.links.host_device / seconds
+        return tuple((name, share if name == CORES else share * flowing) for name, share in found)
 
     # -- what is where --------------------------------------------------------------------------------
 

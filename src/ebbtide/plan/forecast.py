@@ -86,6 +86,8 @@ class Outlook:
     bottleneck: str | None = None
     """What the step waits for most, beside computing; the busiest resource where it waits for nothing."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    critical_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By cause: the chain of tasks that decides how long the step is."""
     stalls: tuple[Stall, ...] = ()
     staleness: int | None = None
     """Passes that an update is behind, where updates are lock-free."""
@@ -167,6 +169,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         must_seconds=must.seconds,
         bottleneck=_bottleneck(stalls, must, step),
         busy_seconds=_busy(walked),
+        critical_seconds=_blame(run, walked.last[-1], begin, end),
         stalls=stalls,
         staleness=staleness,
         timeline=_timeline(walked, run, begin, end),

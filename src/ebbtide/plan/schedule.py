@@ -22,9 +22,14 @@ class Trigger:
     fetch: bool
 
 
-def on_demand(residency: Residency) -> list[Trigger]:
+def on_demand(residency: Residency, sources: Mapping[int, int]) -> list[Trigger]:
     """Every move at the moment that needs it: what `prefetch = false` runs."""
-    return [Trigger(move.moment, move.item, move.fetch) for move in residency.moves]
+    return _ordered([Trigger(move.moment, move.item, move.fetch) for move in residency.moves], sources)
+
+
+def _ordered(triggers: list[Trigger], sources: Mapping[int, int]) -> list[Trigger]:
+    """At each moment first what leaves, then what comes, and what is gathered from that last."""
+    return sorted(triggers, key=lambda t: (t.moment, t.fetch, t.item in sources))
 
 
 def advance(
@@ -58,4 +63,4 @@ def advance(
         before[gathered] = t
         came[move.item] = t
         triggers.append(Trigger(t % length, move.item, True))
-    return sorted(triggers, key=lambda t: (t.moment, t.fetch, t.item in sources))
+    return _ordered(triggers, sources)
