@@ -179,6 +179,7 @@ def test_what_programs_make_may_be_small() -> None:
 MEASURED = values(
     name='a "quoted" näme',
     device__memory=25_276_502_016,
+    devices_per_node=1,
     device__kind="cpu",
     device__flops=415.7e9,
     device__launch=1.7e-5,
@@ -232,3 +233,14 @@ def test_seconds() -> None:
             work = Work(kind, intensity * 10**9, 10**9)
             assert measured.seconds(work) == pytest.approx(work.flops / rate)
     assert measured.seconds(Work(ATTENTION, 10**12, 10**8)) == pytest.approx(1e12 / 35.5e12)
+
+
+def test_cores_are_one_device_and_ram_is_counted_once() -> None:
+    with pytest.raises(ConfigError, match="devices_per_node"):
+        Machine.read(values(device__kind="cpu", devices_per_node=2))
+    with pytest.raises(ConfigError, match=r"device\.memory"):
+        Machine.read(
+            values(device__kind="cpu", devices_per_node=1, device__memory="500GB", host__memory="16GB")
+        )
+    laptop = Machine.read("laptop").with_memory(device=4 * 10**9, host=6 * 10**9)
+    assert laptop.host.memory == 10 * 10**9

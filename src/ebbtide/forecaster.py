@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.config import Config
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations as checkpoint
 from ebbtide.plan.forecast import Outlook, Question, look
@@ -23,6 +25,7 @@ from ebbtide.plan.verdict import Lift, lifts, sentence
 from ebbtide.record import Record
 from ebbtide.tracing.alone import Trace, trace
 from ebbtide.tracing.elsewhere import RULES
+from ebbtide.units import round_up
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -35,6 +38,11 @@ class Workload:
     seq: int = 1024
     checkpoint_activations: bool = False
     offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("--batch", self.batch, 1), ("--seq", self.seq, 2)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{flag}: expected a whole number of at least {least}, found {value!r}")
 
 
 @dataclass(frozen=True)
@@ -197,12 +205,11 @@ class Forecaster:
 
     def _of_module(self, work: Workload, target: str) -> Seen:
         module = self._model if isinstance(self._model, nn.Module) else self._built()
-        if work.checkpoint_activations:
-            checkpoint(module, type(module).__name__)
         found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
         dtype = DTYPES[self.config.precision] if len(found) == 1 else None
-        traced = trace(module, self._example, dtype, target=target)
-        tokens = self._tokens if self._tokens is not None else work.batch * work.seq
+        with _checkpointed(module, work.checkpoint_activations):
+            traced = trace(module, self._example, dtype, target=target)
+        tokens = self._tokens if self._tokens is not None else _positions(self._example)
         return Seen(type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 0, 0.0)
 
     def _built(self) -> nn.Module:
@@ -222,7 +229,7 @@ class Forecaster:
     ) -> Question:
         seen = self.see(work, machine, layers)
         record = seen.trace.record
-        offloaded: Mapping[int, int] = {}
+        offloaded: Mapping[int, tuple[tuple[int, int], ...]] = {}
         taken = 0
         if work.offload_activations:
             away = offload(record)
@@ -243,7 +250,13 @@ class Forecaster:
         would = tuple(self._would_fit(machine, work, strategy, found)) if explain and not found.fits else ()
         seconds = time.perf_counter() - start
         rules = RULES.get(machine.device.kind)
-        notes = tuple(note for note in (seen.trace.note, rules.note if rules else "") if note)
+        left_out = self.config.unmanaged or self.config.host_modules
+        alone = (
+            "unmanaged and host_modules are not foreseen: all parameters are planned in chunks"
+            if left_out
+            else ""
+        )
+        notes = tuple(note for note in (seen.trace.note, rules.note if rules else "", alone) if note)
         return Forecast(
             seen.name,
             machine.name,
@@ -262,10 +275,12 @@ class Forecaster:
         """Changes of the workload, and of memory, with which it fits."""
         assert found.short is not None
         fitting = []
+        other = replace(work, checkpoint_activations=True)
         if not work.checkpoint_activations and (self.spec is not None or _can_checkpoint(self._model)):
-            other = replace(work, checkpoint_activations=True)
-            if look(self.question(machine, other, strategy), quick=True).fits:
-                fitting.append("--checkpoint-activations")
+            # Some models cannot: then this is no advice.
+            with suppress(UnsupportedError):
+                if look(self.question(machine, other, strategy), quick=True).fits:
+                    fitting.append("--checkpoint-activations")
         batch = work.batch // 2
         while batch and found.short.tier == "device" and self.spec is not None:
             if look(self.question(machine, replace(work, batch=batch), strategy), quick=True).fits:
@@ -276,6 +291,26 @@ class Forecaster:
         return fitting
 
 
+@contextmanager
+def _checkpointed(module: nn.Module, wanted: bool) -> Iterator[None]:
+    """The user's module is as it was afterwards."""
+    if not wanted or getattr(module, "is_gradient_checkpointing", False):
+        yield
+        return
+    checkpoint(module, type(module).__name__)
+    try:
+        yield
+    finally:
+        module.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+def _positions(example: Any) -> int:
+    """What a batch trains, where nobody says: token ids, else rows."""
+    values = [value for value in tree_leaves(example) if isinstance(value, torch.Tensor)]
+    ids = next((value for value in values if not value.is_floating_point() and value.dim() > 1), None)
+    return ids.numel() if ids is not None else next((len(value) for value in values if value.dim()), 1)
+
+
 def _can_checkpoint(model: object) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
@@ -283,28 +318,39 @@ def _can_checkpoint(model: object) -> bool:
 def _more_memory(question: Question, found: Outlook) -> list[str]:
     """How much more of the tier that is short would do; several tries, for chunks do not divide as bytes do."""
     machine, short = question.ask.machine, found.short
-    for _ in range(4):
+    for _ in range(6):
         if short is None:
             return []
-        section = getattr(machine, short.tier)
-        each = 1 if short.tier == "device" else machine.devices_per_node
-        machine = replace(
-            machine, **{short.tier: replace(section, memory=section.memory + short.bytes * each)}
-        )
+        machine = _with_more(machine, short.tier, short.bytes)
         other = look(replace(question, ask=replace(question.ask, machine=machine)), quick=True)
         if other.fits:
-            changed = (
-                t
-                for t in ("device", "host", "ssd")
-                if getattr(machine, t) != getattr(question.ask.machine, t)
-            )
+            before = question.ask.machine
+            changed = [
+                tier for tier in ("device", "host", "ssd") if getattr(machine, tier) != getattr(before, tier)
+            ]
             return [
                 " and ".join(
-                    f'{t}.memory = "{-(-getattr(machine, t).memory // 10**8) / 10:g}GB"' for t in changed
+                    f'{tier}.memory = "{_megabytes(getattr(machine, tier).memory)}"' for tier in changed
                 )
             ]
         short = other.short
     return []
+
+
+def _with_more(machine: Machine, tier: str, count: int) -> Machine:
+    each = 1 if tier == "device" else machine.devices_per_node
+    tiers = {tier}
+    if machine.device.kind == "cpu" and tier == "device":
+        tiers.add("host")  # it is the same RAM
+    changes: dict[str, Any] = {}
+    for name in tiers:
+        section = getattr(machine, name)
+        changes[name] = replace(section, memory=round_up(section.memory + count * each, 10**6))
+    return replace(machine, **changes)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count // 10**6}MB" if count < 10**11 else f"{-(-count // 10**9)}GB"
 
 
 def _exchanges(record: Record, seen: Seen) -> dict[int, int]:

@@ -36,8 +36,10 @@ def find_largest(
     """The forecast of the largest size that fits and computes with `min_tflops` or more on each device."""
     if what not in KINDS:
         raise ConfigError(f"--find-max: expected 'model' or 'batch', found {what!r}")
-    if forecaster.spec is None or (what == "model" and not forecaster.spec.layers):
-        raise ConfigError(f"--find-max {what}: expected a model by name whose layers can be counted")
+    if forecaster.spec is None:
+        raise ConfigError(f"--find-max {what}: expected a model by name, for it is made anew in other sizes")
+    if what == "model" and not forecaster.spec.layers:
+        raise ConfigError(f"--find-max model: the layers of {forecaster.spec.name} cannot be counted")
     spec = forecaster.spec
     known: dict[int, Outlook] = {}
 
@@ -50,14 +52,19 @@ def find_largest(
             known[size] = look(question, quick=True)
         return known[size]
 
-    def good(size: int) -> bool:
-        found = at(size)
-        return found.fits and (found.tflops_per_device or 0.0) >= min_tflops
+    def fits(size: int) -> bool:
+        return at(size).fits
+
+    def quick_enough(size: int) -> bool:
+        return fits(size) and (at(size).tflops_per_device or 0.0) >= min_tflops
 
     start = spec.layers if what == "model" else work.batch
-    size = largest(good, start, MOST[what])
+    size = largest(fits, start, MOST[what])
+    if size and not quick_enough(size):
+        # Larger batches compute faster, so no smaller one is quick enough; of models a smaller one may be.
+        size = largest(quick_enough, max(1, size // 2), size) if what == "model" else 0
     if not size:
-        raise _none(at(1), what, min_tflops)
+        raise _none(at(max(known, key=lambda tried: (known[tried].fits, tried))), what, min_tflops)
     if what == "batch":
         work = replace(work, batch=size)
         answer = forecaster.answer(machine, work, strategy)
@@ -87,13 +94,14 @@ def largest(good: Callable[[int], bool], start: int, most: int) -> int:
 
 
 def _none(least: Outlook, what: str, min_tflops: float) -> ConfigError:
-    size = "one layer" if what == "model" else "a batch of 1"
     if not least.fits:
         assert least.short is not None
+        size = "one layer" if what == "model" else "a batch of 1"
         return ConfigError(f"--find-max {what}: not even {size} fits: {least.short.message}")
+    other = "raise the batch or the sequence length" if what == "model" else "take another machine"
     return ConfigError(
-        f"--find-max {what}: with {size} the step computes {least.tflops_per_device:.3g} TFLOPS a device, "
-        f"--min-tflops asks for {min_tflops:g}; lower it, or raise the batch or the sequence length"
+        f"--find-max {what}: the largest that fits computes {least.tflops_per_device:.3g} TFLOPS a device, "
+        f"--min-tflops asks for {min_tflops:g}; lower it, or {other}"
     )
 
 
@@ -125,6 +133,8 @@ def forecast(
     described = described.with_devices(gpus) if gpus is not None else described
     work = Workload(batch, seq, checkpoint_activations, offload_activations)
     forecaster = Forecaster(model, config, example, tokens)
+    if min_tflops < 0 or (min_tflops and find_max is None):
+        raise ConfigError(f"min_tflops: expected a number of at least 0, with find_max, found {min_tflops!r}")
     if find_max is None:
         return forecaster.answer(described, work, strategy)
     return find_largest(forecaster, described, work, strategy, find_max, min_tflops)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from fractions import Fraction
 
@@ -60,7 +59,7 @@ def parse_flops(text: str | int | float) -> float:
 
 
 def _above_zero(text: object, value: float) -> float:
-    if not 0 < value < math.inf:
+    if not 0 < value < 1e300:  # an int may be too large for a float
         raise ConfigError(f"expected a number above zero, found {text!r}")
     return float(value)
 

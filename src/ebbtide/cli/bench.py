@@ -72,7 +72,7 @@ def forecast(
     at_least("--repeats", repeats, 1)
     lengths = []
     for part in seqs.split(","):
-        if not part.isdigit() or int(part) < 2:
+        if not (part.isascii() and part.isdecimal()) or int(part) < 2:
             raise ConfigError(f"--seqs: expected lengths such as 256,1024, found {seqs!r}")
         lengths.append(int(part))
     from ebbtide.bench.forecast import run

@@ -81,6 +81,8 @@ def plan(
     at_least("--seq", seq, 2)
     if min_tflops < 0:
         raise ConfigError(f"--min-tflops: expected a number of at least 0, found {min_tflops:g}")
+    if min_tflops and find_max is None:
+        raise ConfigError("--min-tflops: expected --find-max beside it, which it is a condition of")
     if find_max is not None:
         one_of("--find-max", find_max, ("model", "batch"))
     from ebbtide.forecaster import Forecaster, Workload
@@ -128,7 +130,7 @@ def _counts(text: str | None) -> list[int]:
         return []
     counts = []
     for part in text.split(","):
-        if not part.strip().isdigit() or int(part) < 1:
+        if not (part.strip().isascii() and part.strip().isdecimal()) or int(part) < 1:
             raise ConfigError(f"--gpus: expected numbers of devices such as 8 or 1,2,4,8, found {text!r}")
         counts.append(int(part))
     return counts

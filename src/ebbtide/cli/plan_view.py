@@ -35,15 +35,17 @@ def print_forecast(forecast: Forecast) -> None:
         if sum(tags.values()):
             console.print(_tier(tier, tags))
     if found.timeline and found.step_seconds:
-        console.print(f"one step, {found.step_seconds:.3g} s", highlight=False)
+        console.print(f"one step, {found.step_seconds:.3g} s", highlight=False, markup=False)
         width = max(20, min(console.width, 120) - 14)
         for lane, strip in found.timeline.items():
-            console.print(f"{LANES[lane]:>12} {_strip(strip, found.step_seconds, width)}", highlight=False)
+            console.print(
+                f"{LANES[lane]:>12} {_strip(strip, found.step_seconds, width)}", highlight=False, markup=False
+            )
     for note in forecast.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, markup=False)
     if found.short is not None:
-        console.print(found.short.message, highlight=False)
-    console.print(forecast.verdict, style="bold", highlight=False)
+        console.print(found.short.message, highlight=False, markup=False)
+    console.print(forecast.verdict, style="bold", highlight=False, markup=False)
 
 
 def _facts(forecast: Forecast) -> Table:
@@ -52,8 +54,10 @@ def _facts(forecast: Forecast) -> Table:
     table.add_row("model", f"{forecast.model}, {found.params / 1e9:.3g}B parameters")
     devices = f"{forecast.gpus} device{'s' if forecast.gpus > 1 else ''}"
     table.add_row("machine", f"{forecast.machine}, {devices}, strategy {found.strategy}")
+    margin = found.margin_chunks
+    beside = f"{margin} of optimizer state fit" if margin >= 0 else f"{-margin} of parameters do not fit"
     table.add_row("chunks", f"of {found.chunk_size:,} elements, {100 * found.utilisation:.1f} % used; "
-                  f"{found.margin_chunks} of optimizer state fit the margin")  # fmt: skip
+                  f"{beside} beside the highest tide")  # fmt: skip
     if forecast.max is not None:
         layers = f"{forecast.max.layers} layers, " if forecast.max.layers else ""
         table.add_row("largest", f"{forecast.max.params / 1e9:.3g}B, {layers}batch {forecast.max.batch}")
@@ -73,7 +77,8 @@ def _facts(forecast: Forecast) -> Table:
 
 def _tier(tier: str, tags: Mapping[str, int]) -> Table:
     total = sum(tags.values())
-    table = Table(title=f"{tier}: {format_size(total)}", title_justify="left", show_header=False, box=None)
+    name = tier if tier == "device" else f"{tier}, a device's share"
+    table = Table(title=f"{name}: {format_size(total)}", title_justify="left", show_header=False, box=None)
     for tag, count in tags.items():
         if count:
             table.add_row(f"  {tag}", format_size(count), _bar(count / total))
@@ -110,7 +115,9 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     console.print(table)
     for row in rows:
         if not row["fits"]:
-            console.print(f"{row['strategy']}, {row['gpus']}: {row['short']['message']}", highlight=False)
+            console.print(
+                f"{row['strategy']}, {row['gpus']}: {row['short']['message']}", highlight=False, markup=False
+            )
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:

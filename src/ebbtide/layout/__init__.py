@@ -6,7 +6,7 @@ element offset in each. Nothing here knows how many processes there are: chunks 
 """
 
 from ebbtide.layout.build import build_layout, main_dtype, unit_elements
-from ebbtide.layout.search import Candidate, Search, search_chunk_size
+from ebbtide.layout.search import Candidate, Search, search_chunk_size, search_uniform
 from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Fragment, Layout, Span, TensorSpec
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "build_layout",
     "main_dtype",
     "search_chunk_size",
+    "search_uniform",
     "unit_elements",
 ]

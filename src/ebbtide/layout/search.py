@@ -77,6 +77,14 @@ def search_chunk_size(specs: Sequence[TensorSpec]) -> Search:
     return Search(best.chunk_size, best.utilisation, target, tuple(tried[size] for size in sorted(tried)))
 
 
+def search_uniform(specs: Sequence[TensorSpec], least: int, most: int) -> int:
+    """The size from `least` to `most` elements that wastes least, the smallest of those: for layouts that must be
+    uniform. `least` where there is none between."""
+    sizes = [round_up(spec.numel, ALIGNMENT) for spec in specs]
+    tried = {least, *_windows([sizes], least, max(most, least))}
+    return min(tried, key=lambda size: (cut_chunks(sizes, size).allocated, size))
+
+
 def _best(candidates: Iterable[Candidate], target: int, accepted: float) -> Candidate:
     """Among those whose waste is accepted the closest to the target, else the one that wastes least.
 

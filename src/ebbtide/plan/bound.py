@@ -63,11 +63,16 @@ class Must:
 
 
 def resource_bound(
-    shape: ModelShape, record: Record, settings: Settings, rates: Rates, update_bytes: Sequence[int]
+    shape: ModelShape,
+    record: Record,
+    settings: Settings,
+    rates: Rates,
+    update_bytes: Sequence[int],
+    behind: int = 1,
 ) -> Must:
     """The least that the busiest resource has to do, for the share of the optimizer state on the device that makes it
-    least."""
-    facts = _Facts(shape, record, settings, rates, update_bytes)
+    least. `behind`: passes that an update on the host may take."""
+    facts = _Facts(shape, record, settings, rates, update_bytes, behind)
     room = settings.device - min((moment.peak for moment in record.moments), default=0)
     most = min(1.0, max(0.0, room / facts.state)) if facts.state else 1.0
     shares = [0.0] if settings.placement != "auto" else [most * step / SHARES for step in range(SHARES + 1)]
@@ -79,14 +84,22 @@ SHARES = 100
 
 class _Facts:
     def __init__(
-        self, shape: ModelShape, record: Record, settings: Settings, rates: Rates, update_bytes: Sequence[int]
+        self,
+        shape: ModelShape,
+        record: Record,
+        settings: Settings,
+        rates: Rates,
+        update_bytes: Sequence[int],
+        behind: int,
     ) -> None:
-        trained = [i for i, count in enumerate(shape.state_bytes) if count]
+        self.behind = behind
+        arrived = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
+        trained = [i for i in sorted(arrived) if shape.state_bytes[i]]
         self.settings, self.rates = settings, rates
-        self.state = sum(shape.state_bytes)
-        self.grads = sum(shape.gradient_bytes)
+        self.state = sum(shape.state_bytes[i] for i in trained)
+        self.grads = sum(shape.gradient_bytes[i] for i in trained)
         self.params = sum(shape.parameter_bytes[i] for i in trained)
-        self.updates = sum(update_bytes)
+        self.updates = sum(update_bytes[i] for i in trained)
         self.compute = settings.accumulate * sum(rates.compute(moment) for moment in record.moments)
         self.rooms = [settings.device - moment.peak for moment in record.moments]
         self.crossing = _crossing(shape, record)
@@ -103,26 +116,24 @@ class _Facts:
         )  # fmt: skip
         again = 0.0 if settings.placement == "static" else again * settings.accumulate
         up, down = away * self.params + again, away * self.grads
-        host = settings.host - away * (self.params + self.grads)
-        streamed = max(0.0, away * self.state - max(0.0, host))
+        waiting = 0 if settings.take_over or settings.in_backward else self.grads
+        host = settings.host - away * (self.params + waiting)
+        streamed = max(0.0, away * self.state - max(0.0, host)) if settings.ssd else 0.0
         links = rates.machine.links
         wire = rates.gather(self.gathered, rates.ranks) if self.gathered else 0.0
         seconds = {
             COMPUTE: self.compute + share * rates.update_on_device(self.updates),
-            HOST: away * rates.update_on_host(self.updates),
+            HOST: away * rates.update_on_host(self.updates) / self.behind,
             TO_DEVICE: up / links.host_device,
             TO_HOST: down / links.host_device,
             WIRE: wire * (1 + settings.accumulate),
-            DISK: max(
-                rates.disk(streamed, True), rates.disk(streamed, False),
-                2 * streamed * rates.machine.devices_per_node / rates.machine.ssd.total,
-            ),
-        }  # fmt: skip
+            DISK: rates.disk_both(streamed) / self.behind,
+        }
         if rates.on_cpu:
             copies = (seconds[TO_DEVICE] + seconds[TO_HOST]) / rates.machine.host.cores
             seconds[COMPUTE] += seconds[HOST] + copies
         else:
-            traffic = away * self.updates + up + down + 2 * streamed
+            traffic = (away * self.updates + 2 * streamed) / self.behind + up + down
             seconds[DRAM] = traffic / rates.dram
         return Must({name: value for name, value in seconds.items() if value})
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ebbtide.plan.hostside import HostSide, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
-from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 
@@ -75,8 +75,9 @@ class Draft:
         else:
             moves = on_demand(residency, shape.sources)
         triggers: list[list[Trigger]] = [[] for _ in self.rooms]
+        coming = self._coming()
         for trigger in moves:
-            triggers[trigger.moment].append(trigger)
+            triggers[coming[trigger.moment]].append(trigger)
         firsts: dict[tuple[str, int], list[int]] = {key: [] for key in items}
         for use in self.uses:
             firsts[items[use.item]].append(use.first)
@@ -95,6 +96,20 @@ class Draft:
             least_room(self.levels, sizes, self.uses),
             {key: place for place, key in enumerate(items)},
         )
+
+    def _coming(self) -> list[int]:
+        """By moment, the first from it on that comes: nothing is updated in the moments of chunks without gradients."""
+        total = len(self.record.moments) * self.settings.accumulate
+        updated = {self.shape.parameter_chunk[arrival.parameter] for arrival in self.record.arrivals}
+        if self.settings.in_backward:
+            updated = set()
+        coming = [0] * len(self.rooms)
+        following = 0
+        for moment in reversed(range(len(self.rooms))):
+            if moment < total or moment - total in updated:
+                following = moment
+            coming[moment] = following
+        return coming
 
     def _home(self, chunk: int) -> str:
         return "device" if chunk in self.device else "ssd" if chunk in self.host.ssd else "host"
@@ -118,13 +133,29 @@ def draft(
     uses = uses_of(shape, record, settings, device)
     if pinned:
         uses = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
-    line = Timeline(rooms, shape.sizes, tuple(uses), host.keep, shape.sources)
-    residency = replay(line, settings.eviction)
+    residency = replay(Timeline(rooms, shape.sizes, tuple(uses), sources=shape.sources), settings.eviction)
+    host = _with_evicted(shape, settings, device, host, residency)
     if pinned:
         trained = [i for i, count in enumerate(shape.state_bytes) if count]
         residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
         residency.gathered += sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)
     return Draft(shape, record, settings, device, host, static, levels, rooms, tuple(uses), residency)
+
+
+def _with_evicted(
+    shape: ModelShape, settings: Settings, device: frozenset[int], host: HostSide, residency: Residency
+) -> HostSide:
+    """What leaves the device for want of room is on the host beside what lives there, and keeps its place."""
+    evicted = {move.item for move in residency.moves if not move.fetch and move.traffic}
+    extra = 0
+    for item in evicted:
+        kind, chunk = shape.items[item]
+        lives_there = bool(shape.state_bytes[chunk]) and chunk not in device
+        if not (lives_there or (host.keep and kind == PARAM)):
+            extra += shape.sizes[item]
+    needed = host.host_bytes + extra
+    short = max(host.short, needed - settings.host)
+    return replace(host, host_bytes=needed, short=short) if extra else host
 
 
 def _at_least(shape: ModelShape, record: Record, device: frozenset[int]) -> int:

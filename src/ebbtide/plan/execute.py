@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.hostside import STAGES
+from ebbtide.plan.offload import NEAR
 from ebbtide.plan.rates import (
     COMPUTE,
     CORES,
@@ -31,6 +32,8 @@ from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.uses import uses_of
 
 MOVES = (TO_DEVICE, TO_HOST)
+AHEAD = 2
+"""Moments before the one that needs them at which activations start on their way back."""
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
 
@@ -56,9 +59,11 @@ class Job:
     """Updates go on beside the passes, which wait for none."""
     exchanges: Mapping[int, int] = field(default_factory=dict)
     """By moment of the record: bytes that a rank sends to the others (experts' tokens)."""
-    offloaded: Mapping[int, int] = field(default_factory=dict)
-    """By moment of the record: bytes of activations that leave after it (forward) or come back for it (backward,
-    negative)."""
+    offloaded: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By moment of the record, the activations that leave after it: bytes, and the moment that needs them again."""
+    clip: bool = False
+    """The norm is a barrier: with several ranks it waits for all reductions."""
+    max_staleness: int = 1
 
 
 @dataclass
@@ -77,7 +82,25 @@ def step_seconds(job: Job) -> float:
     """Of the steady iteration."""
     walked = walk(job)
     run = simulate(walked.tasks)
-    return run.ends[walked.last[-1]] - run.ends[walked.last[-2]]
+    return paced(job, run.ends[walked.last[-1]] - run.ends[walked.last[-2]])
+
+
+def paced(job: Job, step: float) -> float:
+    """A step that waits for lock-free updates only where they would fall too far behind."""
+    return max(step, streamed_update(job) / job.max_staleness) if job.lock_free else step
+
+
+def streamed_update(job: Job) -> float:
+    """One pass of the updating thread over all chunks that are not updated on the device: read, update and write
+    overlap."""
+    homes = job.plan.homes
+    count = sum(job.update_bytes[i] for i, home in enumerate(homes) if home != "device")
+    return max(job.rates.disk_both(streamed_bytes(job)), job.rates.update_on_host(count))
+
+
+def streamed_bytes(job: Job) -> int:
+    """Optimizer state on SSD: read and written in each pass over it."""
+    return sum(job.shape.state_bytes[i] for i, home in enumerate(job.plan.homes) if home == "ssd")
 
 
 def walk(job: Job, iterations: int = ITERATIONS) -> Walked:
@@ -134,7 +157,17 @@ class _Walk:
         """The end of backward."""
         self.returned: list[int] = []
         """What the next pass waits for."""
-        self.fetched_activations = -1
+        self.away: dict[int, list[tuple[int, int]]] = {}
+        """By moment that needs them, activations that have left: (task, bytes)."""
+        self.lowering: dict[int, list[tuple[int, int]]] = {}
+        """By moment from which the level counts them no more, activations that are on their way."""
+        self.asked: deque[int] = deque([-1] * AHEAD, maxlen=AHEAD)
+        """The computing task at each of the last moments that needed activations back."""
+        self.reduced: list[int] = []
+        self.settled: dict[int, int] = {}
+        """By item, the task that brought its newest value to the host or the SSD."""
+        self.written: dict[int, int] = {}
+        """By chunk, the task that wrote its state back to the SSD."""
         self.staged: list[int] = []
         self.peak, self.peak_moment, self.peak_tags = 0, -1, dict[str, int]()
         self.tags: dict[str, int] = dict.fromkeys((PARAM, GRAD, WHOLE, WHOLE_GRAD), 0)
@@ -218,14 +251,14 @@ class _Walk:
         if item in self.sources:
             source = self.sources[item]
             if source not in self.held or self.held[source].stale:
-                self._drop(source, moment)
+                self._drop(source)
                 self._fetch(source, moment)
             waits.append(self.held[source].task)
             seconds = self.rates.gather(count, self.rates.ranks)
             task = self._task(WIRE, seconds, [*waits, self.fresh.get(chunk, -1)], moment, count)
             self._take(item, task, dirty=False)
             return
-        waits.append(self.fresh.get(chunk, -1))
+        waits += [self.fresh.get(chunk, -1), self.settled.get(item, -1)]
         if chunk in self.plan.host.ssd_parameters:
             waits.append(self._task(READ, self.rates.disk(count, True), waits, moment, count))
         task = self._task(TO_DEVICE, self.rates.move(count), waits, moment, count)
@@ -244,24 +277,31 @@ class _Walk:
         task = self._task(TO_HOST, self.rates.move(count), waits, moment, count)
         if item >= self.shape.chunks:
             self.down[chunk] = task
+        self.settled[item] = task
         self._give(item, task)
 
-    def _drop(self, item: int, moment: int) -> None:
+    def _drop(self, item: int) -> None:
         if item in self.held:
             self._give(item, self.compute)
 
     # -- moments --------------------------------------------------------------------------------------
 
-    def _moment(self, place: int, once: int) -> None:
+    def _trigger(self, place: int) -> None:
         for trigger in self.plan.triggers[place]:
             if not trigger.fetch:
                 self._evict(trigger.item, place)
             elif trigger.item not in self.held or self.held[trigger.item].stale:
-                self._drop(trigger.item, place)
+                self._drop(trigger.item)
                 self._fetch(trigger.item, place)
+
+    def _moment(self, place: int, once: int) -> None:
+        for task, count in self.lowering.pop(place, []):
+            self.leaving.append((task, count))
+            self.leaving_bytes += count
+        self._trigger(place)
         waits = self._bring(place)
         waits += self._room_for(0, place)
-        waits += self._activations_back(place, once)
+        waits += self._activations_back(place)
         exchanged = self.job.exchanges.get(once, 0)
         if exchanged:
             seconds = self.rates.exchange(exchanged, self.rates.ranks)
@@ -281,7 +321,7 @@ class _Walk:
         for use in self.starts[place]:
             held = self.held.get(use.item)
             if held is not None and held.stale and not use.creates:
-                self._drop(use.item, place)
+                self._drop(use.item)
                 held = None
             if held is None and use.creates:
                 waits += self._room_for(self.sizes[use.item], place)
@@ -295,18 +335,23 @@ class _Walk:
         return waits
 
     def _activations_away(self, place: int, once: int) -> None:
-        count = self.job.offloaded.get(once, 0)
-        if count > 0:
-            self._task(TO_HOST, self.rates.move(count), [self.compute], place, count, "activations")
+        base = place - once
+        for count, needed in self.job.offloaded.get(once, ()):
+            task = self._task(TO_HOST, self.rates.move(count), [self.compute], place, count, "activations")
+            self.away.setdefault(base + needed, []).append((task, count))
+            self.lowering.setdefault(place + 1 + NEAR, []).append((task, count))
 
-    def _activations_back(self, place: int, once: int) -> list[int]:
-        """They start on their way when the ones before them were used."""
-        count = -self.job.offloaded.get(once, 0)
-        if count <= 0:
+    def _activations_back(self, place: int) -> list[int]:
+        """They start on their way a little before they are needed: for more there may be no room."""
+        found = self.away.pop(place, [])
+        if not found:
             return []
-        waits = [self.fetched_activations]
-        self.fetched_activations = self.compute
-        return [self._task(TO_DEVICE, self.rates.move(count), waits, place, count, "activations")]
+        since = self.asked[0]
+        self.asked.append(self.compute)
+        return [
+            self._task(TO_DEVICE, self.rates.move(count), [task, since], place, count, "activations")
+            for task, count in found
+        ]
 
     def _capture(self, place: int, once: int) -> None:
         arrived = self.arriving.get(once)
@@ -319,9 +364,13 @@ class _Walk:
         total = self.occupied + self.plan.static_bytes + self.plan.levels[place]
         if total > self.peak:
             self.peak, self.peak_moment = total, place
+            pinned = (
+                sum(self.sizes[self.shape.used(i)] for i in range(self.shape.chunks)) if self.pinned else 0
+            )
             self.peak_tags = {
                 **self.tags,
-                "state": self.plan.static_bytes,
+                "param": self.tags[PARAM] + pinned,
+                "state": self.plan.static_bytes - pinned,
                 "non-model": self.plan.levels[place],
             }
 
@@ -339,6 +388,7 @@ class _Walk:
                     WIRE, self.rates.gather(count, self.rates.ranks), [self.compute], place, count
                 )
                 self.down[chunk] = task
+                self.reduced.append(task)
                 self._give(use.item, task)
             elif kind == WHOLE or use.after == FREE:
                 self._give(use.item, self.compute)
@@ -370,6 +420,7 @@ class _Walk:
             count = 2 * self.shape.gradient_bytes[chunk]
             seconds = self.rates.gather(count, self.rates.ranks)
             self.down[chunk] = self._task(WIRE, seconds, [self.compute], place, count)
+            self.reduced.append(self.down[chunk])
         if self.job.settings.in_backward:
             self._update(chunk, place)
 
@@ -383,17 +434,16 @@ class _Walk:
         return lasts
 
     def _updates(self, base: int) -> None:
-        if self.job.settings.in_backward or self.job.lock_free:
+        if self.job.settings.in_backward:
             return
+        if self.job.clip and self.reduced:
+            self.barrier = self.main = self._task(HOST, 0.0, [self.barrier, *self.reduced], base, 0, "norm")
+        self.reduced = []
         for chunk in self.updated:
             place = base + chunk
-            for trigger in self.plan.triggers[place]:
-                if not trigger.fetch:
-                    self._evict(trigger.item, place)
-                elif trigger.item not in self.held or self.held[trigger.item].stale:
-                    self._drop(trigger.item, place)
-                    self._fetch(trigger.item, place)
-            self._update(chunk, place)
+            self._trigger(place)
+            if not self.job.lock_free or self.plan.homes[chunk] == "device":
+                self._update(chunk, place)
             self._measure(place)
             for use in self.ends[place]:
                 if use.after == FREE and use.item in self.held:
@@ -406,21 +456,23 @@ class _Walk:
         if home == "device":
             waits = [*self._bring(place), *ready] if not self.job.settings.in_backward else ready
             self.compute = self._task(
-                COMPUTE, self.rates.update_on_device(count), [*waits, self.main], place, 0, "update"
+                COMPUTE, self.rates.update_on_device(count), [*waits, self.main], place, 0, "device update"
             )
             self.fresh[chunk] = self.compute
             return
         state = self.shape.state_bytes[chunk]
         if home == "ssd":
             after = [self.staged[-STAGES]] if len(self.staged) >= STAGES else [self.barrier]
+            after.append(self.written.get(chunk, -1))
             ready.append(self._task(READ, self.rates.disk(state, True), after, place, state))
         waits = [*ready, self.main, self.compute if self.job.settings.in_backward else self.barrier]
         task = self._task(HOST, self.rates.update_on_host(count), waits, place, 0, "update")
         if home == "ssd":
-            self.staged.append(self._task(WRITE, self.rates.disk(state, False), [task], place, state))
+            self.written[chunk] = self._task(WRITE, self.rates.disk(state, False), [task], place, state)
+            self.staged.append(self.written[chunk])
         if chunk in self.plan.host.ssd_parameters:
             count = self.shape.parameter_bytes[chunk]
-            self._task(WRITE, self.rates.disk(count, False), [task], place, count)
+            self.settled[chunk] = self._task(WRITE, self.rates.disk(count, False), [task], place, count)
         if self.job.blocking:
             self.main = task
         self.fresh[chunk] = task

@@ -7,17 +7,26 @@ against what any plan would have to do. Nothing here knows a device, a clock or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ebbtide.errors import BudgetError
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.execute import Job, Walked, step_seconds, walk
+from ebbtide.plan.execute import (
+    Job,
+    Walked,
+    paced,
+    step_seconds,
+    streamed_bytes,
+    streamed_update,
+    walk,
+)
 from ebbtide.plan.place import make_plan
-from ebbtide.plan.rates import COMPUTE, HOST, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
+from ebbtide.plan.rates import COMPUTE, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
-from ebbtide.plan.strategies import STRATEGIES, Ask, Setup, check_warm_up
+from ebbtide.plan.strategies import Ask, Setup, check_warm_up, set_up
 from ebbtide.record import Record
 from ebbtide.units import format_size
 
@@ -37,8 +46,8 @@ class Question:
     """That a device's batch trains."""
     exchanges: Mapping[int, int] = field(default_factory=dict)
     strategy: str = "ebbtide"
-    offloaded: Mapping[int, int] = field(default_factory=dict)
-    """By moment: bytes of activations that leave the device, or come back (below zero)."""
+    offloaded: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By moment, activations that leave the device after it: bytes, and the moment that needs them again."""
     offloaded_bytes: int = 0
     """That they take on the host."""
     params: int = 0
@@ -97,7 +106,7 @@ class Outlook:
 
 def look(question: Question, quick: bool = False) -> Outlook:
     """`quick`: only the plan that moves least is simulated; whether it fits is the same."""
-    setup = STRATEGIES[question.strategy](question.ask)
+    setup = set_up(question.strategy, question.ask)
     left = setup.settings.host - question.offloaded_bytes
     setup = replace(setup, settings=replace(setup.settings, host=max(0, left)))
     base = Outlook(
@@ -137,6 +146,8 @@ def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
         setup.lock_free,
         question.exchanges,
         question.offloaded,
+        question.ask.config.clip is not None,
+        question.ask.config.max_staleness,
     )
 
 
@@ -146,13 +157,13 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
     walked = walk(job)
     run = simulate(walked.tasks)
     begin, end = run.ends[walked.last[-2]], run.ends[walked.last[-1]]
-    must = resource_bound(setup.shape, question.record, setup.settings, rates, setup.update_bytes)
-    step, staleness = end - begin, None
+    behind = question.ask.config.max_staleness if setup.lock_free else 1
+    must = resource_bound(setup.shape, question.record, setup.settings, rates, setup.update_bytes, behind)
+    moved = _moved(walked)
+    step, staleness = paced(job, end - begin), None
     if setup.lock_free:
-        behind = _streamed_update(job)
-        staleness = max(1, -(-int(1e6 * behind) // int(1e6 * step)))
-        limit = question.ask.config.max_staleness
-        step, staleness = max(step, behind / limit), min(staleness, limit)
+        staleness = max(1, math.ceil(streamed_update(job) / step - 1e-9))
+        moved[READ] = moved[WRITE] = round(streamed_bytes(job) * min(1.0, step / streamed_update(job)))
     stalls = _stalls(walked, run)
     flops = question.record.flops * plan.accumulate
     tokens = question.tokens * question.ask.ranks * plan.accumulate
@@ -160,12 +171,12 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         base,
         fits=True,
         bytes=_bytes(setup, plan, walked, question.offloaded_bytes),
-        moved_bytes=_moved(walked),
+        moved_bytes=moved,
         step_seconds=step,
         tokens_per_second=tokens / step,
         tflops_per_device=flops / step / 1e12,
         bound_seconds=must.bound,
-        achieved_over_bound=min(1.0, must.bound / step),
+        achieved_over_bound=must.bound / step,
         must_seconds=must.seconds,
         bottleneck=_bottleneck(stalls, must, step),
         busy_seconds=_busy(walked),
@@ -272,17 +283,6 @@ def _bottleneck(stalls: tuple[Stall, ...], must: Must, step: float) -> str:
     return must.bottleneck
 
 
-def _streamed_update(job: Job) -> float:
-    """One pass of the updating thread over all chunks: read, update and write overlap."""
-    state = job.shape.state_bytes
-    ssd = [i for i, home in enumerate(job.plan.homes) if home == "ssd"]
-    host = [i for i, home in enumerate(job.plan.homes) if home != "device"]
-    streamed = sum(state[i] for i in ssd)
-    total = job.rates.machine.ssd.total / job.rates.machine.devices_per_node
-    disk = max(job.rates.disk(streamed, True), job.rates.disk(streamed, False), 2 * streamed / total)
-    return max(disk, job.rates.update_on_host(sum(job.update_bytes[i] for i in host)))
-
-
 def _timeline(
     walked: Walked, run: Run, begin: float, end: float
 ) -> dict[str, tuple[tuple[float, float, str], ...]]:
@@ -299,4 +299,4 @@ def _timeline(
             strip[-1] = (strip[-1][0], stop, task.cause)
         else:
             strip.append((start, stop, task.cause))
-    return {lane: tuple(lanes[lane]) for lane in (*LANES, HOST) if lane in lanes}
+    return {lane: tuple(lanes[lane]) for lane in LANES if lane in lanes}

@@ -34,7 +34,7 @@ class HostSide:
 def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> HostSide:
     """`device`: the chunks whose optimizer state lives on the device."""
     away = [i for i, count in enumerate(shape.state_bytes) if count and i not in device]
-    grads = 0 if settings.take_over else sum(shape.gradient_bytes[i] for i in away)
+    grads = _gradients(shape, away, settings)
     params = sum(shape.parameter_bytes[i] for i in away)
     if settings.placement == "static":
         params = 0  # they are on the device for good
@@ -47,6 +47,15 @@ def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> 
     if not settings.ssd:
         return HostSide(False, frozenset(), frozenset(), settings.host, 0, needed - settings.host)
     return _with_ssd(shape, away, grads, params, settings)
+
+
+def _gradients(shape: ModelShape, away: list[int], settings: Settings) -> int:
+    """That wait on the host: all of them for an update after backward, a few for one in backward, none where they lie
+    in their parameters' space."""
+    if settings.take_over:
+        return 0
+    sizes = [shape.gradient_bytes[i] for i in away]
+    return 2 * max(sizes, default=0) if settings.in_backward else sum(sizes)
 
 
 def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, settings: Settings) -> HostSide:

@@ -156,6 +156,17 @@ class Machine(MachineSection):
                     f"{format_size(one.memory)}, found {format_size(one.reserved)}"
                 )
 
+        if self.device.kind == "cpu" and self.devices_per_node > 1:
+            raise ConfigError(
+                f"{self.key('devices_per_node')}: expected 1 where device.kind is 'cpu' (all cores are one device), "
+                f"found {self.devices_per_node}"
+            )
+        if self.device.kind == "cpu" and self.device.memory > self.host.memory:
+            raise ConfigError(
+                f"{self.device.key('memory')}: expected at most host.memory ({format_size(self.host.memory)}), for "
+                f"it is the same RAM where device.kind is 'cpu', found {format_size(self.device.memory)}"
+            )
+
     @classmethod
     def read(cls, source: Machine | Mapping[str, object] | str | Path) -> Machine:
         """From a machine, a table, the path of a TOML file, or the name of a machine that ships with the package."""
@@ -194,16 +205,16 @@ class Machine(MachineSection):
     ) -> Machine:
         """The machine with other budgets: of a device, of a node's host, of a node's disks. What is given is the budget
         itself: nothing of it is reserved."""
-        machine = self
+        devices, hosts, disks = self.device, self.host, self.ssd
         if device is not None:
-            machine = replace(machine, device=replace(machine.device, memory=device, reserved=0))
+            devices = replace(devices, memory=device, reserved=0)
         if host is not None:
             # Where the cores are the device, its memory is a part of the host's; the budget is what lies beside it.
-            beside = machine.device.memory if machine.device.kind == "cpu" else 0
-            machine = replace(machine, host=replace(machine.host, memory=beside + host, reserved=0))
+            beside = devices.memory if devices.kind == "cpu" else 0
+            hosts = replace(hosts, memory=beside + host, reserved=0)
         if ssd is not None:
-            machine = replace(machine, ssd=replace(machine.ssd, memory=ssd))
-        return machine
+            disks = replace(disks, memory=ssd)
+        return replace(self, device=devices, host=hosts, ssd=disks)
 
     def seconds(self, work: Work) -> float:
         """What an operator takes on the device when it has it for itself."""

@@ -18,8 +18,8 @@ NEAR = 2
 class Offload:
     record: Record
     """With what is left on the device."""
-    moved: dict[int, int]
-    """By moment, the bytes that leave after it (above zero) or come back for it (below)."""
+    moved: dict[int, tuple[tuple[int, int], ...]]
+    """By moment, what leaves after it: bytes, and the moment that needs them again."""
     host_bytes: int
 
 
@@ -28,7 +28,7 @@ def offload(record: Record) -> Offload:
     moments = record.moments
     end = next((j for j, m in enumerate(moments) if m.phase != FORWARD), len(moments))
     floors = _floors([moment.alive for moment in moments[:end]])
-    moved: dict[int, int] = {}
+    moved: dict[int, tuple[tuple[int, int], ...]] = {}
     away = [0] * (len(moments) + 1)
     before = min(record.between, floors[0]) if floors else 0
     total = 0
@@ -39,8 +39,7 @@ def offload(record: Record) -> Offload:
         back = wanted.get(lowest, end)
         if left <= 0 or back - j <= 2 * NEAR + 1:
             continue
-        moved[j] = moved.get(j, 0) + left
-        moved[back] = moved.get(back, 0) - left
+        moved[j] = (*moved.get(j, ()), (left, back))
         away[j + 1 + NEAR] += left
         away[back - NEAR] -= left
         total += left
@@ -49,7 +48,7 @@ def offload(record: Record) -> Offload:
     for moment, change in zip(moments, away, strict=False):
         gone += change
         lighter.append(replace(moment, peak=moment.peak - gone, alive=moment.alive - gone))
-    return Offload(replace(record, moments=tuple(lighter)), {j: n for j, n in moved.items() if n}, total)
+    return Offload(replace(record, moments=tuple(lighter)), moved, total)
 
 
 def _floors(alive: list[int]) -> list[int]:

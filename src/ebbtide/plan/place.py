@@ -16,7 +16,7 @@ from dataclasses import replace
 from ebbtide.errors import BudgetError
 from ebbtide.plan.draft import Draft, Plan, draft
 from ebbtide.plan.hostside import HostSide
-from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
@@ -38,7 +38,7 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
             plan = _least_traffic(shape, record, replace(settings, device=budget))
         except BudgetError:
             continue  # with less memory than was given; whether that is enough is said below
-        found = (cost(plan), plan.traffic, plan)
+        found = (float(f"{cost(plan):.9g}"), plan.traffic, plan)
         if best is None or found[:2] < best[:2]:
             best = found
     return best[2] if best is not None else _least_traffic(shape, record, settings)
@@ -46,9 +46,10 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
 
 RUNGS = 32
 """Of the ladder of budgets, in a factor of two."""
-NEAR = {True: 8, False: 3}
-"""Rungs below a budget that are tried, where a plan is quickly made and where it is not; then one in each factor of
-two."""
+NEAR = {True: 8, False: 2}
+"""Rungs below a budget that are tried, where a plan is quickly made and where it is not."""
+EVERY = {True: 4, False: 16}
+"""Of the rungs further down, each so manieth, counted from the bottom: those of a smaller budget are tried, too."""
 QUICK = 20_000
 """Moments times chunks."""
 
@@ -60,8 +61,8 @@ def _ladder(shape: ModelShape, record: Record, settings: Settings) -> list[int]:
         return []
     most = max(levels) + sum(shape.sizes) + sum(shape.state_bytes)
     top = math.floor(RUNGS * math.log2(min(settings.device, most) / least) + 1e-9)
-    near = NEAR[len(levels) * shape.chunks <= QUICK]
-    rungs = [k for k in range(top, -1, -1) if top - k < near or k % RUNGS == 0]
+    quick = len(levels) * shape.chunks <= QUICK
+    rungs = [k for k in range(top, -1, -1) if top - k < NEAR[quick] or k % EVERY[quick] == 0]
     return (
         [int(least * 2 ** (k / RUNGS)) for k in rungs]
         if settings.device < most
@@ -141,16 +142,25 @@ class _Search:
 
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:
-    if worst is not None and not worst.residency.short:
+    levels = levels_of(shape, record, settings)
+    alone = not settings.host and not settings.ssd
+    if worst is not None and not worst.residency.short and not alone:
         return _host_refusal(worst.host, settings)
-    least = least_room(
-        levels_of(shape, record, settings), shape.sizes, uses_of(shape, record, settings, frozenset())
-    )
+    uses = uses_of(shape, record, settings, frozenset())
+    least = least_room(levels, shape.sizes, uses)
     if settings.placement == "static":
         held = sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
-        least = record.peak + held + max(shape.gradient_bytes, default=0)
+        gradients = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
+        least = held + least_room(levels, shape.sizes, gradients)
     if worst is not None:
         least = max(least, settings.device + worst.residency.short)
+    if alone and settings.device >= least:  # there is no other tier: all of it must be here at once
+        states = frozenset(i for i, count in enumerate(shape.state_bytes) if count)
+        held = sum(shape.parameter_bytes) + sum(shape.state_bytes)
+        least = max(held + max(levels), settings.device + 1)
+        everything = uses_of(shape, record, settings, states)
+        gradients = [use for use in everything if shape.items[use.item][0] == GRAD]
+        least = max(least, held + least_room(levels, shape.sizes, gradients))
     return BudgetError(
         f"device: this iteration needs at least {format_size(least)} ({format_size(record.peak)} of non-model data "
         f"at the peak, with the chunks in use), the budget is {format_size(settings.device)}: short by "

@@ -67,6 +67,12 @@ class Rates:
         ssd = self.machine.ssd
         return count * self.machine.devices_per_node / (ssd.read if read else ssd.write)
 
+    def disk_both(self, count: float) -> float:
+        """As much read as written: at once or one after the other, whatever the disks do better."""
+        read, write = self.disk(count, True), self.disk(count, False)
+        both = 2 * count * self.machine.devices_per_node / self.machine.ssd.total
+        return max(read, write, min(both, read + write))
+
     def gather(self, whole: int, ranks: int) -> float:
         """All ranks' slices to each of them, or a reduction to slices: within nodes and between them at once."""
         if ranks <= 1:

@@ -4,10 +4,10 @@ What distinguishes a strategy is a handful of facts: bytes a parameter, what a r
 are made ahead, where updates run. Others' are taken from their papers, not fitted to a machine:
 
 - `patrickstar` (Fang et al. 2022): fp16 parameters, fp32 master, momentum and variance in chunks of one size, which is
-  at least the largest tensor (section 6.1); gradients take the parameters' space, so 14 bytes a parameter; a
-  communication group is one whole chunk of every rank, fetched together (6.2); moves and collectives happen when a
-  chunk is accessed (Algorithm 1), updates after backward; while the warm-up iteration is traced, at most 20 % of the
-  device holds model data (7.3).
+  searched for least waste (6.1) and holds the largest tensor, embeddings excepted; gradients take the parameters'
+  space, so 14 bytes a parameter; a communication group is one whole chunk of every rank, fetched together (6.2); moves
+  and collectives happen when a chunk is accessed (Algorithm 1), updates after backward; while the warm-up iteration is
+  traced, at most 20 % of the device holds model data (7.3).
 - `angel-ptm` (Nie et al. 2023): pages of 4 MiB, fp32 master and moments beside fp16 parameters and gradients, 16
   bytes; moves and gathers scheduled ahead in two phases (Algorithm 1); optimizer state cached on the device where
   there is room; updates on the host beside the computation; SSD for what RAM cannot hold.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ebbtide.config import Config
-from ebbtide.errors import BudgetError
+from ebbtide.errors import BudgetError, ConfigError
 from ebbtide.layout import (
     ALIGNMENT,
     ITEMSIZE,
@@ -31,7 +31,8 @@ from ebbtide.layout import (
     Span,
     TensorSpec,
     build_layout,
-    search_chunk_size,
+    main_dtype,
+    search_uniform,
     unit_elements,
 )
 from ebbtide.plan.machine import Machine
@@ -39,6 +40,8 @@ from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.units import format_size, round_up
 
 WARM_UP_SHARE = 0.2
+EMBEDDINGS = ("wte", "wpe", "embed", "shared.")
+"""In names: what PatrickStar keeps out of chunks, so that it does not decide how large they are (v1, 7.2)."""
 MOMENTS = 8
 """Bytes of momentum and variance, an element."""
 
@@ -108,6 +111,11 @@ class Ask:
     def master(self) -> str:
         return self.config.resolved_master
 
+    @property
+    def other_master(self) -> str:
+        """Of systems that know no split master."""
+        return "none" if self.config.precision == "fp32" else "separate"
+
     def settings(self, **changes: object) -> Settings:
         base = Settings(
             self.device,
@@ -127,7 +135,12 @@ def ebbtide(ask: Ask) -> Setup:
     specs = ask.model.tensors
     size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
     layout = _layout(ask.model, config.layout, size)
-    take_over = ask.master == "separate" and config.accumulate == 1 and config.updates == "exact"
+    take_over = (
+        ask.master == "separate"
+        and config.accumulate == 1
+        and config.updates == "exact"
+        and config.placement != "static"
+    )
     one_tier = ask.machine.device.kind == "cpu" and not ask.host
     return _setup(
         ask,
@@ -141,39 +154,45 @@ def ebbtide(ask: Ask) -> Setup:
 
 def patrickstar(ask: Ask) -> Setup:
     specs = ask.model.tensors
-    largest = max(round_up(spec.numel, ALIGNMENT) for spec in specs)
-    size = max(largest, search_chunk_size(specs).chunk_size)
+    warm_up = int(WARM_UP_SHARE * ask.device)
+    inner = [spec for spec in specs if not any(part in spec.name for part in EMBEDDINGS)] or list(specs)
+    largest = max(round_up(spec.numel, ALIGNMENT) for spec in inner)
+    most = warm_up // ask.ranks // ITEMSIZE[main_dtype(specs)] // ALIGNMENT * ALIGNMENT
+    size = search_uniform(inner, largest, most)
     layout = _grouped(build_layout(specs, "chunk", size), ask.ranks)
     settings = ask.settings(
         placement="auto",
         eviction="farthest-next-use",
         prefetch=False,
         in_backward=False,
-        take_over=ask.config.accumulate == 1,
+        take_over=ask.config.accumulate == 1 and ask.other_master == "separate",
         ssd=0,
     )
-    setup = _setup(ask, layout, "separate", settings, whole_slices=True)
-    return replace(setup, warm_up=int(WARM_UP_SHARE * ask.device), chunk_size=size)
+    setup = _setup(ask, layout, ask.other_master, settings, whole_slices=True)
+    return replace(setup, warm_up=warm_up, chunk_size=size)
 
 
 def angel_ptm(ask: Ask) -> Setup:
     layout = _layout(ask.model, "page", None)
     settings = ask.settings(placement="auto", eviction="farthest-next-use", prefetch=True, in_backward=False)
     lock_free = ask.config.updates == "lock-free"
-    return _setup(ask, layout, "separate", settings, blocking=False, lock_free=lock_free)
+    return _setup(ask, layout, ask.other_master, settings, blocking=False, lock_free=lock_free)
 
 
 def static(ask: Ask) -> Setup:
     layout = _layout(ask.model, "chunk", None)
     settings = ask.settings(placement="static", in_backward=False, ssd=0)
-    return _setup(ask, layout, "separate", settings)
+    return _setup(ask, layout, ask.other_master, settings)
 
 
 def all_on_device(ask: Ask) -> Setup:
     layout = _layout(ask.model, "chunk", None)
     settings = ask.settings(placement="auto", in_backward=False, host=0, ssd=0)
     setup = _setup(
-        replace(ask, machine=replace(ask.machine, nodes=1, devices_per_node=1)), layout, "separate", settings
+        replace(ask, machine=replace(ask.machine, nodes=1, devices_per_node=1)),
+        layout,
+        ask.other_master,
+        settings,
     )
     return replace(setup, settings=settings, all_reduce=ask.ranks > 1, captured=())
 
@@ -185,6 +204,17 @@ STRATEGIES: dict[str, Callable[[Ask], Setup]] = {
     "static": static,
     "all-on-device": all_on_device,
 }
+
+
+KNOW_EXPERTS = ("ebbtide", "angel-ptm", "static")
+
+
+def set_up(strategy: str, ask: Ask) -> Setup:
+    if strategy not in KNOW_EXPERTS and any(ask.model.expert):
+        raise ConfigError(
+            f"strategy {strategy!r} spreads no experts over ranks; expected one of {', '.join(KNOW_EXPERTS)}"
+        )
+    return STRATEGIES[strategy](ask)
 
 
 def check_warm_up(setup: Setup) -> None:
@@ -305,16 +335,40 @@ def _joined(layouts: Sequence[Layout]) -> Layout:
 
 
 def _grouped(layout: Layout, ranks: int) -> Layout:
-    """As many chunks as there are ranks make a communication group, which is gathered as one."""
+    """As many neighbouring chunks as there are ranks make a communication group, which is gathered as one. A tensor
+    that is larger than a chunk (an embedding) is a group by itself."""
     if ranks == 1:
         return layout
-    unit = layout.unit * ranks
-    count = -(-len(layout.chunks) // ranks)
-    chunks = tuple(
-        replace(layout.chunks[i * ranks], index=i, size=unit, start=i * unit, used=unit) for i in range(count)
-    )
+    group_of: dict[int, tuple[int, int]] = {}
+    made: list[Chunk] = []
+    members: list[int] = []
+
+    def close() -> None:
+        for place, index in enumerate(members):
+            group_of[index] = (len(made), place * layout.unit)
+        if members:
+            size = layout.unit * ranks
+            made.append(replace(layout.chunks[members[0]], index=len(made), size=size, used=size))
+            members.clear()
+
+    for chunk in layout.chunks:
+        if chunk.size > layout.unit:
+            continue
+        members.append(chunk.index)
+        if len(members) == ranks:
+            close()
+    close()
+    for chunk in layout.chunks:
+        if chunk.size > layout.unit:
+            group_of[chunk.index] = (len(made), 0)
+            size = round_up(chunk.size, ranks * ALIGNMENT)
+            made.append(replace(chunk, index=len(made), size=size))
+    start = 0
+    for place, chunk in enumerate(made):
+        made[place] = replace(chunk, start=start)
+        start += chunk.size
     spans = {
-        name: replace(span, chunk=span.chunk // ranks, offset=span.chunk % ranks * layout.unit + span.offset)
+        name: replace(span, chunk=group_of[span.chunk][0], offset=group_of[span.chunk][1] + span.offset)
         for name, span in layout.spans.items()
     }
-    return Layout(layout.cut, unit, chunks, spans)
+    return Layout(layout.cut, layout.unit, tuple(made), spans)

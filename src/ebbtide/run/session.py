@@ -93,7 +93,10 @@ class Session:
             config.prefetch,
             config.accumulate,
             config.updates == "in-backward",
-            config.resolved_master == "separate" and config.accumulate == 1 and config.updates == "exact",
+            config.resolved_master == "separate"
+            and config.accumulate == 1
+            and config.updates == "exact"
+            and config.placement != "static",
         )
         self.traces = Traces(self.shape, settings, self._cost(settings))
         self.symbolic_note = ""
