@@ -14,15 +14,8 @@ from dataclasses import dataclass, field, replace
 from ebbtide.errors import BudgetError
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.execute import (
-    Job,
-    Walked,
-    paced,
-    step_seconds,
-    streamed_bytes,
-    streamed_update,
-    walk,
-)
+from ebbtide.plan.execute import Walked, step_seconds, walk
+from ebbtide.plan.job import Job, paced, streamed_bytes, streamed_update
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate

@@ -24,7 +24,8 @@ from ebbtide.layout import build_layout, unit_elements
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.execute import Job, step_seconds
+from ebbtide.plan.execute import step_seconds
+from ebbtide.plan.job import Job
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates

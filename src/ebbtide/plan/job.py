@@ -1,0 +1,56 @@
+"""What decides how a planned iteration runs, beside the plan itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ebbtide.plan.draft import Plan
+from ebbtide.plan.rates import Rates
+from ebbtide.plan.shape import ModelShape, Settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that decides how an iteration runs."""
+
+    shape: ModelShape
+    plan: Plan
+    settings: Settings
+    rates: Rates
+    update_bytes: tuple[int, ...]
+    """By chunk: what an update of this rank's slice reads and writes."""
+    captured: tuple[int, ...] = ()
+    """By parameter: bytes of its gradient that are copied when it arrives; left out, gradients wait where autograd
+    made them."""
+    blocking: bool = True
+    """The thread that issues the computation waits for each update on the host."""
+    all_reduce: bool = False
+    """Every rank has all of the model: gradients are summed over ranks."""
+    lock_free: bool = False
+    """Updates go on beside the passes, which wait for none."""
+    exchanges: Mapping[int, int] = field(default_factory=dict)
+    """By moment of the record: bytes that a rank sends to the others (experts' tokens)."""
+    offloaded: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By moment of the record, the activations that leave after it: bytes, and the moment that needs them again."""
+    clip: bool = False
+    """The norm is a barrier: with several ranks it waits for all reductions."""
+    max_staleness: int = 1
+
+
+def paced(job: Job, step: float) -> float:
+    """A step that waits for lock-free updates only where they would fall too far behind."""
+    return max(step, streamed_update(job) / job.max_staleness) if job.lock_free else step
+
+
+def streamed_update(job: Job) -> float:
+    """One pass of the updating thread over all chunks that are not updated on the device: read, update and write
+    overlap."""
+    homes = job.plan.homes
+    count = sum(job.update_bytes[i] for i, home in enumerate(homes) if home != "device")
+    return max(job.rates.disk_both(streamed_bytes(job)), job.rates.update_on_host(count))
+
+
+def streamed_bytes(job: Job) -> int:
+    """Optimizer state on SSD: read and written in each pass over it."""
+    return sum(job.shape.state_bytes[i] for i, home in enumerate(job.plan.homes) if home == "ssd")
