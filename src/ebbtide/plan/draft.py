@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ebbtide.plan.hostside import HostSide, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
@@ -29,12 +29,6 @@ class Plan:
     accumulate: int = 1
     least: int = 0
     """The smallest device budget this iteration could run in."""
-    lookup: dict[tuple[str, int], int] = field(default_factory=dict)
-
-    @property
-    def short(self) -> tuple[int, int]:
-        """Bytes by which the device and the host (with SSD) are too small."""
-        return self.residency.short, self.host.short
 
     @property
     def traffic(self) -> int:
@@ -94,7 +88,6 @@ class Draft:
             self.static,
             settings.accumulate,
             least_room(self.levels, sizes, self.uses),
-            {key: place for place, key in enumerate(items)},
         )
 
     def _coming(self) -> list[int]:

@@ -32,10 +32,8 @@ class Walked:
     last: list[int]
     """By iteration, the computing task that ends it."""
     first: list[int]
-    peak: int
-    """Bytes on the device, the most in any moment."""
-    peak_moment: int
     peak_tags: dict[str, int]
+    """Bytes on the device in its fullest moment."""
 
 
 def step_seconds(job: Job) -> float:
@@ -88,7 +86,7 @@ class _Walk(Books):
         self.written: dict[int, int] = {}
         """By chunk, the task that wrote its state back to the SSD."""
         self.staged: list[int] = []
-        self.peak, self.peak_moment, self.peak_tags = 0, -1, dict[str, int]()
+        self.peak, self.peak_tags = 0, dict[str, int]()
 
     def run(self, iterations: int) -> Walked:
         first, last = [], []
@@ -100,7 +98,7 @@ class _Walk(Books):
             self.barrier = self.compute
             self._updates(length * self.plan.accumulate)
             last.append(max(self.compute, self.main, *self.returned[-1:]))
-        return Walked(self.tasks, last, first, self.peak, self.peak_moment, self.peak_tags)
+        return Walked(self.tasks, last, first, self.peak_tags)
 
     # -- moments --------------------------------------------------------------------------------------
 
@@ -181,7 +179,7 @@ class _Walk(Books):
     def _measure(self, place: int) -> None:
         total = self.occupied + self.plan.static_bytes + self.plan.levels[place]
         if total > self.peak:
-            self.peak, self.peak_moment = total, place
+            self.peak = total
             pinned = (
                 sum(self.sizes[self.shape.used(i)] for i in range(self.shape.chunks)) if self.pinned else 0
             )

@@ -40,8 +40,6 @@ class Timeline:
     rooms: tuple[int, ...]
     sizes: tuple[int, ...]
     uses: tuple[Use, ...]
-    keep_host: bool = True
-    """Whether a fetched chunk keeps its host copy, so that it is clean and leaves without traffic."""
     sources: Mapping[int, int] = field(default_factory=dict)
     """Items that are gathered, each with the one that must be on the device for it."""
 
@@ -178,11 +176,12 @@ class _Replay:
     def _arrive(self, index: int, use: Use, now: int, moves: list[Move]) -> None:
         item = self.items[index]
         size = self.line.sizes[index]
-        gathered = index in self.line.sources
         item.resident = True
         self.resident[index] = None
         self.occupied += size
-        item.dirty = use.creates or not (self.line.keep_host or gathered)
+        item.dirty = (
+            use.creates
+        )  # what is fetched keeps its copy elsewhere: it is clean, and leaves without traffic
         item.stale = False
         if not use.creates:
             moves.append(Move(now, item.left, index, True, size))
