@@ -127,6 +127,7 @@ class Request:
             if self.left:
                 return
         error = self.finish(self, self.error)
+        # Their frames know the request, which knows the error: a circle that only the collector would open.
         for one in (error, error and error.__cause__):
             if one is not None:
                 one.__traceback__ = None
