@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disks import MIB, FaultyIO, memory, stored, uses
+from ebbtide.disk import vectors
+from ebbtide.disk.extents import Extents
+from ebbtide.disk.space import BLOCK, READ, STRIPE, WRITE, DiskSpace, Extent
 from ebbtide.errors import BudgetError, DiskError, StateError
-from ebbtide.memory import disk, vectors
-from ebbtide.memory.disk import BLOCK, READ, STRIPE, WRITE, DiskSpace, Extent
 
 # -- round trips --------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ def test_a_space_is_memory(
         path.mkdir()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(disk, "STRIPE", 2 * BLOCK)
+        patch.setattr("ebbtide.disk.space.STRIPE", 2 * BLOCK)
         patch.setattr(vectors, "BOUNCE", 4 * BLOCK)
         patch.setattr(vectors, "MAX_CALL", 6 * BLOCK)
         space = DiskSpace(paths, 64 * BLOCK, checksums=True, io=FaultyIO(direct=direct))
@@ -160,7 +161,7 @@ def test_extents_tile_the_space(folder: Path) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=60))
 def test_the_books_hold(steps: list[tuple[bool, int]]) -> None:
-    extents = disk.Extents(64 * BLOCK)
+    extents = Extents(64 * BLOCK)
     held: list[Extent] = []
     for take, number in steps:
         if take:

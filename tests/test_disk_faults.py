@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from disks import MIB, FaultyIO, memory, stored
+from ebbtide.disk.space import BLOCK, READ, WRITE, DiskSpace
 from ebbtide.errors import DiskError, IntegrityError, StateError
-from ebbtide.memory.disk import BLOCK, READ, WRITE, DiskSpace
 
 
 @pytest.mark.parametrize("direct", [None, False])

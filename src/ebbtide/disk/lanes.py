@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ebbtide.backend.slabs import map_memory
+from ebbtide.disk.extents import BLOCK, Extent
+from ebbtide.disk.files import DataFile, SystemIO
+from ebbtide.disk.vectors import BOUNCE, MAX_VECTORS, Memory, Part, Span, calls, view
 from ebbtide.errors import DiskError, EbbtideError, StateError
-from ebbtide.memory.extents import BLOCK, Extent
-from ebbtide.memory.files import DataFile, SystemIO
-from ebbtide.memory.vectors import BOUNCE, MAX_VECTORS, Memory, Part, Span, calls, view
 from ebbtide.units import round_up
 
 READ, WRITE = "ssd_read", "ssd_write"

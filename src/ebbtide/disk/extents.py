@@ -7,10 +7,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from ebbtide.errors import BudgetError, IntegrityError, StateError
+from ebbtide.plan.stage import BLOCK
 from ebbtide.units import format_size, round_up
-
-BLOCK = 4096
-"""What files are read and written in, and what extents start on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ebbtide.disk.extents import BLOCK
 from ebbtide.errors import BudgetError, ConfigError, DiskError, EbbtideError
-from ebbtide.memory.extents import BLOCK
 from ebbtide.units import format_size
 
 LOCK = "ebbtide.lock"

@@ -17,12 +17,12 @@ import torch
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.slabs import map_memory
+from ebbtide.disk.checksums import Checksums
+from ebbtide.disk.extents import BLOCK, Extent, Extents
+from ebbtide.disk.files import DataFile, Folder, SystemIO
+from ebbtide.disk.lanes import READ, WRITE, DiskEvent, Job, Lane, Request, Traffic
+from ebbtide.disk.vectors import Memory, Span, view
 from ebbtide.errors import ConfigError, StateError
-from ebbtide.memory.checksums import Checksums
-from ebbtide.memory.extents import BLOCK, Extent, Extents
-from ebbtide.memory.files import DataFile, Folder, SystemIO
-from ebbtide.memory.lanes import READ, WRITE, DiskEvent, Job, Lane, Request, Traffic
-from ebbtide.memory.vectors import Memory, Span, view
 from ebbtide.units import round_up
 
 __all__ = ["BLOCK", "READ", "STRIPE", "WRITE", "DiskSpace", "Extent", "SystemIO", "Traffic"]

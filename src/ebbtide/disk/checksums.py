@@ -6,9 +6,9 @@ import threading
 import zlib
 from collections.abc import Sequence
 
+from ebbtide.disk.extents import Extent
+from ebbtide.disk.vectors import Memory, view
 from ebbtide.errors import IntegrityError
-from ebbtide.memory.extents import Extent
-from ebbtide.memory.vectors import Memory, view
 
 
 class Checksums:
