@@ -428,6 +428,7 @@ class Engine:
             "drops": session.store.traffic.drops,
             "peak_bytes": dict(ledger.peak),
             "budget_bytes": dict(ledger.budgets),
+            "ssd": self._ssd_stats(),
             "fixed_bytes": session.unmanaged.fixed_bytes(),
             "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
             "traces": session.traces.count,
@@ -440,6 +441,22 @@ class Engine:
             "minimum_traffic": session.traces.least_traffic(plan.record) if plan else None,
             "least_device_bytes": plan.least if plan else None,
             "non_model_peak": plan.record.peak if plan else None,
+        }
+
+    def _ssd_stats(self) -> dict[str, Any] | None:
+        """What the disks did, for all engines that share them."""
+        disk = self._tiers.disk
+        if disk is None:
+            return None
+        traffic = disk.traffic
+        return {
+            "files": list(disk.files),
+            "direct": disk.direct,
+            "stale_files_removed": disk.removed,
+            "read_bytes": traffic.moved["ssd_read"],
+            "write_bytes": traffic.moved["ssd_write"],
+            "calls": sum(traffic.calls.values()),
+            "busy_seconds": dict(traffic.busy),
         }
 
     def check_integrity(self) -> None:

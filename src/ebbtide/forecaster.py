@@ -118,6 +118,8 @@ class Forecast:
             "bytes": {tier: dict(tags) for tier, tags in found.bytes.items()},
             "peak_bytes": {tier: sum(tags.values()) for tier, tags in found.bytes.items()},
             "moved_bytes": dict(found.moved_bytes),
+            "ssd_written_bytes": found.ssd_written,
+            "endurance_days": found.endurance_days,
             "params": found.params,
             "chunk_size": found.chunk_size,
             "utilisation": found.utilisation,

@@ -99,6 +99,21 @@ def ssd(
     _print(run(tuple(models.split(",")), parts, seq, repeats, folder, report=_say), json)
 
 
+@bench.command()
+def overlap(
+    unit: Annotated[float, Option(help="Seconds of each sleep.")] = 0.02,
+    repeats: Repeats = 5,
+    json: Json = False,
+) -> None:
+    """Pairs of resources that have as much to do, made of sleeps: how much longer than one of them a step takes."""
+    at_least("--repeats", repeats, 1)
+    if not 0.001 <= unit <= 10:
+        raise ConfigError(f"--unit: expected seconds from 0.001 to 10, found {unit}")
+    from ebbtide.bench.overlap import run
+
+    _print(run(unit, repeats), json)
+
+
 def _share(part: str, given: str) -> float:
     try:
         share = float(part)

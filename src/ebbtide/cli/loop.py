@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
+from ebbtide.plan.stage import days_left
 from ebbtide.units import format_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -161,11 +162,20 @@ class Training:
             "peak_bytes": stats.get("peak_bytes", {}),
             "moved_bytes": stats.get("moved_bytes", {}),
             "budget_bytes": stats.get("budget_bytes", {}),
+            **self._wear(stats),
             "bound_seconds": stats.get("bound_seconds"),
             "achieved_over_bound": stats.get("achieved_over_bound"),
             "evictions": stats.get("evictions", 0),
             "skipped_steps": sum(step.skipped for step in self.history),
         }
+
+    def _wear(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """What was written to SSD in a step, and how long the disks last at that."""
+        if not stats.get("ssd"):
+            return {}
+        written = stats["ssd"]["write_bytes"] / len(self.history)
+        days = days_left(self.config.ssd.endurance, written, self.step_seconds)
+        return {"ssd_write_bytes_per_step": round(written), **({"endurance_days": days} if days else {})}
 
 
 def _check_size(task: Task) -> None:

@@ -69,6 +69,12 @@ def _facts(forecast: Forecast) -> Table:
         )
         moved = ", ".join(f"{NAMES[k]} {format_size(n)}" for k, n in found.moved_bytes.items() if n)
         table.add_row("moved", moved or "nothing")
+        if found.ssd_written:
+            days = found.endurance_days
+            lasts = (
+                f", used up in {days:,.0f} days" if days else "; with ssd.endurance, how long the disks last"
+            )
+            table.add_row("written", f"{format_size(found.ssd_written)} a step to a node's SSD{lasts}")
     if found.staleness:
         table.add_row("staleness", f"{found.staleness} passes")
     table.add_row("took", f"trace {forecast.trace_seconds:.1f} s, plan {forecast.plan_seconds:.1f} s")

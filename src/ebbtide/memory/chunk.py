@@ -47,6 +47,8 @@ class Chunk:
     ssd_valid: bool = False
     pins: int = 0
     move: tuple[str, list[Event]] | None = None
+    started: int = 0
+    """The number of its last move, counted over all chunks."""
     pending: list[Event] = field(default_factory=list)
     """The last move's events: on a GPU the host must synchronise with them before it touches its copy."""
     aliases: int = 0

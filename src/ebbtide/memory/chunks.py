@@ -62,6 +62,7 @@ class ChunkStore:
         self.near = "host" if ledger.budgets["host"] else "device"
         """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
+        self._moves = 0
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
         size = self.layout.chunks[index].size
@@ -268,6 +269,8 @@ class ChunkStore:
     def _start(self, chunk: Chunk, link: str) -> None:
         events: list[Event] = []
         chunk.move = (link, events)
+        self._moves += 1
+        chunk.started = self._moves
         self.traffic.moved[link] += chunk.nbytes
         if link in (SSD_READ, SSD_WRITE):
             events += self._exchange(chunk, link)
@@ -348,8 +351,9 @@ class ChunkStore:
             self.settle(chunk)
 
     def moving(self, link: str) -> list[Chunk]:
-        """Chunks that are on their way over a link."""
-        return [c for c in self.chunks.values() if c.move is not None and c.move[0] == link]
+        """Chunks that are on their way over a link, in the order in which they set out."""
+        found = [c for c in self.chunks.values() if c.move is not None and c.move[0] == link]
+        return sorted(found, key=lambda chunk: chunk.started)
 
     def in_use(self, chunk: Chunk) -> bool:
         """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running

@@ -19,6 +19,7 @@ from ebbtide.plan.job import Job, paced, streamed_bytes, streamed_update
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
+from ebbtide.plan.stage import days_left
 from ebbtide.plan.strategies import Ask, Setup, check_warm_up, set_up
 from ebbtide.record import Record
 from ebbtide.units import format_size
@@ -78,6 +79,10 @@ class Outlook:
     """By tier and tag, on one device and in one rank's share of host and SSD; the device's at its fullest moment."""
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     """A step, by link, of one device."""
+    ssd_written: int = 0
+    """A step, by all devices of a node."""
+    endurance_days: float | None = None
+    """Until the node's disks have written what they may; None where that is not known, or nothing is written."""
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     """Of all devices."""
@@ -158,6 +163,8 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         staleness = max(1, math.ceil(streamed_update(job) / step - 1e-9))
         moved[READ] = moved[WRITE] = round(streamed_bytes(job) * min(1.0, step / streamed_update(job)))
     stalls = _stalls(walked, run)
+    machine = rates.machine
+    written = moved[WRITE] * min(machine.devices_per_node, machine.devices)
     flops = question.record.flops * plan.accumulate
     tokens = question.tokens * question.ask.ranks * plan.accumulate
     return replace(
@@ -165,6 +172,8 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         fits=True,
         bytes=_bytes(setup, plan, walked, question.offloaded_bytes),
         moved_bytes=moved,
+        ssd_written=written,
+        endurance_days=days_left(machine.ssd.endurance, written, step),
         step_seconds=step,
         tokens_per_second=tokens / step,
         tflops_per_device=flops / step / 1e12,

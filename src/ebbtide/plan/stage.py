@@ -41,3 +41,10 @@ def stage_bytes(states: Iterable[int], piece: int) -> int:
 def stored_bytes(count: int, piece: int) -> int:
     """Bytes that `count` bytes of a chunk take on SSD at most."""
     return count + KINDS * BLOCK * (2 + 2 * count // piece) if count else 0
+
+
+def days_left(endurance: int, written: float, seconds: float) -> float | None:
+    """Days until `endurance` bytes are used up at `written` bytes in `seconds`; None where that is not known."""
+    if not endurance or not written or not seconds:
+        return None
+    return endurance / (written / seconds) / 86400

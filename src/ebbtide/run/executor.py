@@ -499,21 +499,22 @@ class Executor:
         return f" at moment {self.position} of the {self.phase} pass" if self.phase != IDLE else ""
 
     def give(self, attempt: str, short: int) -> None:
-        """Gives up device memory: by ending evictions under way, by evicting, or by ending fetches so that
-        those can be evicted, too."""
+        """Gives up device memory until `short` bytes more are free: by ending evictions under way, by evicting, by
+        ending updates, or by ending fetches so that those can be evicted, too."""
+        target = self.ledger.room("device") + short
         if attempt == "evict":
             for chunk in self.victims(short):
                 self._evict(chunk)
                 self.store.settle(chunk)
             return
         if attempt == "updates":
-            before = self.ledger.reserved["device"]
-            while before - self.ledger.reserved["device"] < short and self.updater.settle_oldest():
+            while self.ledger.room("device") < target and self.updater.settle_oldest():
                 continue
             return
-        links = (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ)
-        for link in links:
+        for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ):
             for chunk in self.store.moving(link):
+                if attempt == "leaving" and self.ledger.room("device") >= target:
+                    return
                 self.store.settle(chunk)
 
     def victims(self, short: int) -> list[Chunk]:
