@@ -17,6 +17,7 @@ import torch
 
 from ebbtide.errors import BudgetError
 from ebbtide.intercept import Unit
+from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunks import Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.evict import NEVER, Candidate, choose
@@ -92,6 +93,9 @@ class Executor:
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
         return self.data.locate(tensor)
+
+    def keep(self, tensor: torch.Tensor) -> Kept | None:
+        return None
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         with self.lock:

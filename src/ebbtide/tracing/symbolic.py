@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ebbtide.intercept import Unit
+from ebbtide.intercept.kept import Kept
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
 from ebbtide.tracing.elsewhere import Rules
 from ebbtide.tracing.known import KnownValues
@@ -94,6 +95,9 @@ class SymbolicObserver:
         if weight is None or tensor.dtype != weight.flat.dtype:
             return None
         return _Saved(weight, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def keep(self, tensor: torch.Tensor) -> Kept | None:
+        return None
 
     def unpack(self, handle: _Saved) -> torch.Tensor:
         weight = handle.weight
