@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ebbtide.plan.activations import Away
 from ebbtide.plan.hostside import HostSide, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
@@ -29,6 +30,8 @@ class Plan:
     accumulate: int = 1
     least: int = 0
     """The smallest device budget this iteration could run in."""
+    away: Away | None = None
+    """Activations that leave between forward and backward; the record is without them."""
 
     @property
     def traffic(self) -> int:

@@ -24,6 +24,7 @@ from ebbtide.plan.evict import NEVER, Candidate, choose
 from ebbtide.plan.residency import next_use
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
+from ebbtide.run.activations import Activations
 from ebbtide.run.model import Handle, ModelData
 from ebbtide.tracing.live import Recorder
 from ebbtide.units import format_size
@@ -50,6 +51,8 @@ class Executor:
         """Executors that share the budget, this one included."""
         self.reclaim: Callable[[int], None] = lambda run: None
         """Called before a run is used: gradients may have taken its parameters' space."""
+        self.activations: Activations | None = None
+        """Those that leave the device between forward and backward, where that is asked for."""
         self._eviction = eviction
         self._on_gradient = on_gradient
         self._last = [-1] * len(data.layout.chunks)
@@ -95,7 +98,10 @@ class Executor:
         return self.data.locate(tensor)
 
     def keep(self, tensor: torch.Tensor) -> Kept | None:
-        return None
+        if self.activations is None or self.phase != RUNNING:
+            return None
+        with self.lock:
+            return self.activations.keep(tensor)
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         with self.lock:
@@ -121,6 +127,10 @@ class Executor:
 
     def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0) -> None:
         """A training pass starts, at `offset` moments into the plan's iteration."""
+        if self.activations is not None:
+            away = None if plan is None else plan.away
+            self._spare_host(0 if away is None else away.bytes)
+            self.activations.begin(away, recorder)
         self.plan, self.recorder = plan, recorder
         self.phase = RUNNING
         self.position = offset - 1
@@ -128,6 +138,14 @@ class Executor:
         self.diverged = ""
         if plan is None:
             self._kept = self.ledger.level["device"]
+
+    def _spare_host(self, needed: int) -> None:
+        """Parameters that are on the device as well give up their host copies where their room is wanted."""
+        for chunk in self.store.chunks.values():
+            if self.ledger.room("host") >= needed:
+                return
+            if chunk.kind == "param" and chunk.host is not None and chunk.device_valid and chunk.move is None:
+                self.store.drop(chunk, "host")
 
     def reverse(self) -> None:
         """Backward starts."""
@@ -141,6 +159,8 @@ class Executor:
             self._sweep(everything=True)
             self.states.settle()
             self.phase = IDLE
+            if self.activations is not None:
+                self.activations.finish()
 
     def _after_forward(self) -> State:
         return State.HOLD_AFTER_FWD if self.phase != IDLE else State.HOLD
@@ -156,6 +176,8 @@ class Executor:
         self.states.moment = self.position
         if self.recorder is not None and what % 4 != UPDATE:
             self.recorder.moment(what)
+        if self.activations is not None:
+            self.activations.moment()
         if self.on_track:
             self._follow(what)
 
@@ -174,7 +196,7 @@ class Executor:
         if not expected:
             self.leave_track(f"moment {place}: {self._name(what)} was not expected")
             return
-        level, before = plan.levels[place], self.ledger.level["device"]
+        level, before = plan.levels[place] + self._late(place), self.ledger.level["device"]
         if level < before:
             self.ledger.set_level("device", level)
         for trigger in plan.triggers[place]:
@@ -183,6 +205,20 @@ class Executor:
             )
         if level > before:
             self.raise_level(level)
+        if self.activations is not None and what % 4 != UPDATE:
+            self.activations.arrive(place % length)
+
+    def _late(self, place: int) -> int:
+        """Bytes of activations that the plan has away and that are still here: their copies are waited for only where
+        there is no room for that."""
+        plan, activations = self.plan, self.activations
+        length = len(plan.record.moments) if plan is not None else 0
+        if plan is None or activations is None or place >= length * plan.accumulate:
+            return 0
+        late = activations.depart(place % length, wait=False)
+        if late > self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place]:
+            late = activations.depart(place % length, wait=True)
+        return late
 
     def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do."""
@@ -212,6 +248,8 @@ class Executor:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
         self.on_track = False
         self.diverged = why
+        if self.activations is not None:
+            self.activations.leave_plan()
         if self.plan is not None:
             self.raise_level(max(self.plan.levels, default=0))
 
@@ -328,7 +366,7 @@ class Executor:
 
     def make_room(self, needed: int, rising: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
-        if needed <= self.ledger.room("device"):
+        if needed <= self.ledger.room("device") or self._hurry(needed):
             return
         others = [peer for peer in self.peers if peer is not self]
         for attempt in ("leaving", "evict", "arriving", "evict"):
@@ -359,6 +397,15 @@ class Executor:
             short=short,
             advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
         )
+
+    def _hurry(self, needed: int) -> bool:
+        """Waits for activations that are late in leaving; whether that is enough."""
+        if self.activations is None or not self.activations.late or not self.on_track or self.plan is None:
+            return False
+        before = self.activations.late
+        late = self.activations.depart(self.position % len(self.plan.record.moments), wait=True)
+        self.ledger.set_level("device", self.ledger.level["device"] - before + late)
+        return needed <= self.ledger.room("device")
 
     def _when(self) -> str:
         return f" at moment {self.position} of the {self.phase} pass" if self.phase != IDLE else ""

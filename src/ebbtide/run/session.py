@@ -23,6 +23,7 @@ from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import build_layout, unit_elements
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
+from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import step_seconds
 from ebbtide.plan.job import Job
@@ -31,6 +32,7 @@ from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.record import Record
+from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
 from ebbtide.run.hosted import HostModules
 from ebbtide.run.model import ModelData, dense, specs_of
@@ -99,7 +101,12 @@ class Session:
             and config.updates == "exact"
             and config.placement != "static",
         )
-        self.traces = Traces(self.shape, settings, self._cost(settings))
+        if config.offload_activations != OFF:
+            self.executor.activations = Activations(
+                self.store, config.offload_activations, self.executor.lock
+            )
+            self.executor.activations.diverged = self.executor.leave_track
+        self.traces = Traces(self.shape, settings, self._cost(settings), config.offload_activations)
         self.symbolic_note = ""
         self._pending: tuple[Record, Any] | None = None
         self._recorder: Recorder | None = None
@@ -342,6 +349,7 @@ class Session:
                 self.unmanaged.fixed_bytes(),
                 self.interceptor.substituted,
                 scalar_loss,
+                saved=self.executor.activations is not None,
             )
         except Exception as reason:
             # Any operator may lack a fake kernel; the first iteration is then cautious instead.
@@ -429,6 +437,16 @@ class Session:
     def drop_gradients(self) -> None:
         self.updates.discard()
         self.micro = 0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Activations that were sent to the host so far."""
+        return self.executor.activations.offloaded_bytes if self.executor.activations is not None else 0
+
+    def check_integrity(self) -> None:
+        self.store.check_integrity()
+        if self.executor.activations is not None:
+            self.executor.activations.check()
 
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
