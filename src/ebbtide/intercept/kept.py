@@ -20,15 +20,15 @@ class Kept:
         self._version = tensor._version
 
     def get(self) -> torch.Tensor:
-        refuse_modified(self._tensor, self._version)
+        self.refuse_modified(tuple(self._tensor.shape))
         return self._tensor
 
-
-def refuse_modified(tensor: torch.Tensor, version: int) -> None:
-    """What autograd says of a tensor that was written after it was saved."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-            "instead"
-        )
+    def refuse_modified(self, shape: tuple[int, ...]) -> None:
+        """What autograd says of a tensor that was written after it was saved."""
+        version = self._tensor._version
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(shape)}] is at version {version}; expected version {self._version} "
+                "instead"
+            )

@@ -23,7 +23,7 @@ import torch
 
 from ebbtide.backend.base import Event
 from ebbtide.errors import BudgetError, IntegrityError
-from ebbtide.intercept.kept import Kept, refuse_modified
+from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.activations import ALL, Away, Trip
 from ebbtide.tracing.live import Recorder
@@ -90,11 +90,11 @@ class Handle(Kept):
         # Without its memory it still shares the version.
         self._tensor.data = activations.empty(tensor.dtype)
         self._activations, self._stored = activations, stored
-        self._dtype, self._shape = tensor.dtype, tensor.shape
+        self._dtype, self._shape = tensor.dtype, tuple(tensor.shape)
         self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
 
     def get(self) -> torch.Tensor:
-        refuse_modified(self._tensor, self._version)
+        self.refuse_modified(self._shape)
         flat = self._activations.bring(self._stored)
         view = torch.empty(0, dtype=self._dtype, device=flat.device)
         return view.set_(flat.untyped_storage(), self._offset, self._shape, self._stride)
@@ -108,6 +108,8 @@ class Activations:
         self.backend, self.ledger, self.traffic = store.backend, store.ledger, store.traffic
         self.offloaded_bytes = 0
         self.diverged: Callable[[str], None] = lambda why: None
+        self.spare: Callable[[int], None] = lambda needed: None
+        """Called before host memory is reserved: others may give up what they can do without."""
         self.late = 0
         """Bytes that should have left by now: on their way, or held by others."""
         self._lock = lock
@@ -133,11 +135,12 @@ class Activations:
     # -- passes ---------------------------------------------------------------------------------------
 
     def begin(self, plan: Away | None, recorder: Recorder | None) -> None:
-        """A pass starts; the host's room for what the plan sends is reserved, or it is refused."""
+        """A pass starts; the host's room for what the plan sends is reserved, as far as it is there by now."""
         self.finish()
         if plan is not None:
-            self.ledger.reserve("host", TAG, plan.bytes)
-            self._quota = plan.bytes
+            self.spare(plan.bytes)
+            self._quota = min(plan.bytes, max(0, self.ledger.room("host")))
+            self.ledger.reserve("host", TAG, self._quota)
         self._plan, self._recorder = plan, recorder
         self._count = 0
 
@@ -192,9 +195,12 @@ class Activations:
             self._quota -= stored.size
         else:
             try:
+                self.spare(stored.size)
                 self.ledger.reserve("host", TAG, stored.size)
             except BudgetError:
-                return  # outside the plan: it stays
+                if stored.trip is not None:
+                    raise
+                return  # nobody has promised that it leaves
         assert stored.flat is not None
         self._host_bytes += stored.size
         stored.host = self.backend.allocate("host", stored.size)
@@ -234,9 +240,15 @@ class Activations:
                 found.append(stored)
         return found
 
-    def depart(self, place: int, wait: bool) -> int:
-        """What the plan sends off by the start of moment `place` is gone; with `wait`, the copies are waited for. Gives
-        the bytes that are late."""
+    def depart(self, place: int, room: int) -> int:
+        """What the plan sends off by the start of moment `place` is gone. Gives the bytes that are late; where they
+        are more than `room`, their copies are waited for."""
+        self._depart(place, False)
+        if self.late > room:
+            self._depart(place, True)
+        return self.late
+
+    def _depart(self, place: int, wait: bool) -> None:
         self.late = 0
         for stored in self._home():
             trip = stored.trip
@@ -248,7 +260,6 @@ class Activations:
                 self.late += stored.size
             else:
                 self._leave(stored)
-        return self.late
 
     def _leave(self, stored: Stored) -> None:
         """The device's copy goes. Where the copy to the host has failed, it stays and that is raised."""

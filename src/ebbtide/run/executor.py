@@ -128,9 +128,7 @@ class Executor:
     def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0) -> None:
         """A training pass starts, at `offset` moments into the plan's iteration."""
         if self.activations is not None:
-            away = None if plan is None else plan.away
-            self._spare_host(0 if away is None else away.bytes)
-            self.activations.begin(away, recorder)
+            self.activations.begin(None if plan is None else plan.away, recorder)
         self.plan, self.recorder = plan, recorder
         self.phase = RUNNING
         self.position = offset - 1
@@ -138,14 +136,6 @@ class Executor:
         self.diverged = ""
         if plan is None:
             self._kept = self.ledger.level["device"]
-
-    def _spare_host(self, needed: int) -> None:
-        """Parameters that are on the device as well give up their host copies where their room is wanted."""
-        for chunk in self.store.chunks.values():
-            if self.ledger.room("host") >= needed:
-                return
-            if chunk.kind == "param" and chunk.host is not None and chunk.device_valid and chunk.move is None:
-                self.store.drop(chunk, "host")
 
     def reverse(self) -> None:
         """Backward starts."""
@@ -204,21 +194,21 @@ class Executor:
                 self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)
             )
         if level > before:
+            if level - before > self.ledger.room("device"):
+                level = plan.levels[place] + self._late(place, True)
             self.raise_level(level)
         if self.activations is not None and what % 4 != UPDATE:
             self.activations.arrive(place % length)
 
-    def _late(self, place: int) -> int:
+    def _late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away and that are still here: their copies are waited for only where
-        there is no room for that."""
+        there is no room for that, or with `wait`."""
         plan, activations = self.plan, self.activations
         length = len(plan.record.moments) if plan is not None else 0
         if plan is None or activations is None or place >= length * plan.accumulate:
             return 0
-        late = activations.depart(place % length, wait=False)
-        if late > self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place]:
-            late = activations.depart(place % length, wait=True)
-        return late
+        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place]
+        return activations.depart(place % length, -1 if wait else free)
 
     def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do."""
@@ -366,7 +356,7 @@ class Executor:
 
     def make_room(self, needed: int, rising: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
-        if needed <= self.ledger.room("device") or self._hurry(needed):
+        if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
             return
         others = [peer for peer in self.peers if peer is not self]
         for attempt in ("leaving", "evict", "arriving", "evict"):
@@ -400,11 +390,11 @@ class Executor:
 
     def _hurry(self, needed: int) -> bool:
         """Waits for activations that are late in leaving; whether that is enough."""
-        if self.activations is None or not self.activations.late or not self.on_track or self.plan is None:
+        before = self.activations.late if self.activations is not None else 0
+        if not before:
             return False
-        before = self.activations.late
-        late = self.activations.depart(self.position % len(self.plan.record.moments), wait=True)
-        self.ledger.set_level("device", self.ledger.level["device"] - before + late)
+        level = self.ledger.level["device"] - before + self._late(self.position, True)
+        self.ledger.set_level("device", level)
         return needed <= self.ledger.room("device")
 
     def _when(self) -> str:

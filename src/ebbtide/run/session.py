@@ -106,6 +106,7 @@ class Session:
                 self.store, config.offload_activations, self.executor.lock
             )
             self.executor.activations.diverged = self.executor.leave_track
+            self.executor.activations.spare = self._spare_host
         self.traces = Traces(self.shape, settings, self._cost(settings), config.offload_activations)
         self.symbolic_note = ""
         self._pending: tuple[Record, Any] | None = None
@@ -378,6 +379,21 @@ class Session:
         self.executor.raise_level(max(plan.levels, default=0))
         return plan
 
+    def _spare_host(self, needed: int) -> None:
+        """Parameters whose state lives on the device give up their copies on the host where that is wanted."""
+        for index, home in enumerate(self.updates.homes):
+            chunk = self.data.parameter_chunk(index)
+            if self.ledger.room("host") >= needed:
+                return
+            if home == "host" or chunk.host is None:
+                continue
+            if not chunk.device_valid and self.ledger.room("device") >= self.store.room_needed(
+                chunk, "device"
+            ):
+                self.executor.bring(chunk)
+            if chunk.device_valid and chunk.move is None:
+                self.store.drop(chunk, "host")
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around a forward pass: hooks on, and everything let go of where it raises."""
@@ -423,6 +439,8 @@ class Session:
         self.executor.recorder = None
         self.backend.watch(None)
         self.executor.finish()
+        for parameter in self.data.parameters:
+            parameter.grad = None  # one that arrived and was not taken would be added to the next
 
     # -- update ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.intercept.kept import Kept
 
@@ -22,13 +24,16 @@ SMALLEST = 64 << 10
 """Bytes of a storage below which a copy is not worth its overhead."""
 _CHECKPOINT = torch.utils.checkpoint.CheckpointFunction.forward.__code__.co_filename
 _OURS = __file__.removesuffix("tracing/saved.py")
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _DEPTH = 3
 """Frames between a hook and the wrapper that saves a region's inputs, one to spare."""
 
 
 def movable(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
     """The storage of a tensor whose bytes could leave `device`."""
-    if tensor.device != device or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in _PLAIN or tensor.device != device or tensor.layout != torch.strided:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
         return None
     try:
         storage = tensor.untyped_storage()
@@ -37,10 +42,17 @@ def movable(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage 
     return storage if storage.nbytes() >= SMALLEST else None
 
 
+def _beside(tensor: torch.Tensor) -> int:
+    """What counts as a user of a storage beside its tensors: its Python object, once it was asked for."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+_BESIDE = _beside(torch.empty(1))
+
+
 def others(storage: int, ours: int) -> bool:
-    """Whether anyone but us holds a storage (by address): `ours` tensors are our own. Its Python object, which
-    stays once it was asked for, counts as one."""
-    return torch._C._storage_Use_Count(storage) > ours + 1
+    """Whether anyone but us holds a storage (by address): `ours` tensors are our own."""
+    return torch._C._storage_Use_Count(storage) > ours + _BESIDE
 
 
 def is_checkpoint_input() -> bool:
