@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ebbtide
 import zoo
-from ebbtide.errors import BudgetError, ConfigError
+from ebbtide.errors import BudgetError, ConfigError, StateError
 from ebbtide.plan.activations import ALL, CHECKPOINTS, send_away
 from ebbtide.record import Moment, Record, Saved, event
 from harness import Count, config_of, expected, facts, least_budget
@@ -164,6 +164,7 @@ def test_the_peak_falls_by_what_was_planned(checkpointing: bool, which: str) -> 
     # Nothing else crosses the link in a step where all model data is on the device.
     assert set(moved[-1].values()) == {0}
     assert set(gone[-1].values()) == {other["away"]}
+    assert other["planned_traffic"] == sum(gone[-1].values())
 
 
 def test_trains_in_a_budget_that_is_refused_without() -> None:
@@ -346,6 +347,17 @@ def test_a_graph_that_is_dropped_gives_its_host_memory_back(make: Any) -> None:
     assert engine.weights_sha256() == reference()
 
 
+def test_closing_gives_back_what_a_graph_holds(make: Any) -> None:
+    engine = make(**TIGHT)
+    step(engine, 0)
+    loss = engine(**zoo.ZOO["gpt2"].batch(1)).loss
+    engine.close()
+    assert engine._tiers.ledger.tags["host"]["activations"] == 0
+    assert engine._tiers.backend.held() == {"device": 0, "host": 0}
+    with pytest.raises((StateError, RuntimeError)):
+        loss.backward()
+
+
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 5, 8, 13, 20, 34, 55])
 def test_a_failed_copy_loses_nothing(make: Any, fail_at: int) -> None:
     engine = make(placement="host", **TIGHT)
@@ -367,6 +379,23 @@ def test_unmanaged_parameters_and_other_engines_stay(make: Any) -> None:
     assert engine.weights_sha256() == reference()
     assert engine.stats()["offloaded_bytes"] > 0 and not engine.stats()["diverged"]
     assert other.stats()["offloaded_bytes"] == 0
+
+
+def test_host_modules(make: Any) -> None:
+    shas = []
+    for which in ("off", "all"):
+        engine = make(
+            "llama",
+            offload_activations=which,
+            host_modules=["model.embed_tokens"],
+            device={"memory": 1_330_000},
+            **HOST,
+        )
+        for number in range(3):
+            step(engine, number)
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
 
 
 def test_nowhere_to_go(make: Any) -> None:

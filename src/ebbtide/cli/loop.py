@@ -160,6 +160,7 @@ class Training:
             "seconds": {**self.seconds, **stats.get("seconds", {})},
             "peak_bytes": stats.get("peak_bytes", {}),
             "moved_bytes": stats.get("moved_bytes", {}),
+            "offloaded_bytes": stats.get("offloaded_bytes", 0),
             "budget_bytes": stats.get("budget_bytes", {}),
             "bound_seconds": stats.get("bound_seconds"),
             "achieved_over_bound": stats.get("achieved_over_bound"),

@@ -17,12 +17,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Any
 
 import torch
 
 from ebbtide.backend.base import Event
-from ebbtide.errors import BudgetError, IntegrityError
+from ebbtide.errors import BudgetError, IntegrityError, StateError
 from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.activations import ALL, Away, Trip
@@ -30,7 +29,7 @@ from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.saved import is_checkpoint_input, movable, others
 
 TAG = "activations"
-_NOTHING = Away(())
+Remains = tuple[torch.Tensor, Event | None, Event | None, torch.Tensor | None, Recorder | None]
 
 
 class Stored:
@@ -52,7 +51,9 @@ class Stored:
         "version",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, number: int, version: int, dead: deque[Any]) -> None:
+    def __init__(
+        self, storage: torch.UntypedStorage, number: int, version: int, dead: deque[Remains]
+    ) -> None:
         self.key = storage._cdata
         self.size = storage.nbytes()
         self.number = number
@@ -73,11 +74,15 @@ class Stored:
         """Others than backward still want it."""
         return others(self.key, 1)
 
+    def remains(self) -> Remains:
+        """What must be given back once copies under way are over; what is still being written stays until then."""
+        assert self.host is not None
+        flat = self.flat if self.back is not None else None
+        return self.host, self.out, self.back, flat, self.recorder if self.away else None
+
     def __del__(self) -> None:
         if self.host is not None:
-            # What is still being written stays until the copy is over.
-            flat = self.flat if self.back is not None else None
-            self.dead.append((self.host, self.out, self.back, flat, self.recorder if self.away else None))
+            self.dead.append(self.remains())
 
 
 class Handle(Kept):
@@ -101,15 +106,16 @@ class Handle(Kept):
 
 
 class Activations:
-    """`which`: all that is saved, or only checkpoints' inputs. `diverged` is told where a pass is not as planned."""
+    """`which`: all that is saved, or only checkpoints' inputs."""
 
     def __init__(self, store: ChunkStore, which: str, lock: RLock) -> None:
         self.which = which
         self.backend, self.ledger, self.traffic = store.backend, store.ledger, store.traffic
         self.offloaded_bytes = 0
-        self.diverged: Callable[[str], None] = lambda why: None
-        self.spare: Callable[[int], None] = lambda needed: None
-        """Called before host memory is reserved: others may give up what they can do without."""
+        self.surprise = ""
+        """What was saved otherwise than planned."""
+        self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
+        """Called where the host has too little room: others may give up what they can do without."""
         self.late = 0
         """Bytes that should have left by now: on their way, or held by others."""
         self._lock = lock
@@ -119,11 +125,12 @@ class Activations:
         """Bytes that are reserved on the host for what the plan will send."""
         self._count = 0
         self._known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self._all: weakref.WeakSet[Stored] = weakref.WeakSet()
         self._leaving: dict[int, weakref.ref[Stored]] = {}
         self._returns: dict[int, list[weakref.ref[Stored]]] = {}
         self._held: dict[int, weakref.ref[Stored]] = {}
         """By others, too; watched where the pass is recorded."""
-        self._dead: deque[Any] = deque()
+        self._dead: deque[Remains] = deque()
         self._host_bytes = 0
         self._empties: dict[torch.dtype, torch.Tensor] = {}
 
@@ -138,10 +145,10 @@ class Activations:
         """A pass starts; the host's room for what the plan sends is reserved, as far as it is there by now."""
         self.finish()
         if plan is not None:
-            self.spare(plan.bytes)
+            self._make_room(plan.bytes)
             self._quota = min(plan.bytes, max(0, self.ledger.room("host")))
             self.ledger.reserve("host", TAG, self._quota)
-        self._plan, self._recorder = plan, recorder
+        self._plan, self._recorder, self.surprise = plan, recorder, ""
         self._count = 0
 
     def leave_plan(self) -> None:
@@ -161,6 +168,16 @@ class Activations:
         self._quota = 0
         self.drain()
 
+    def close(self) -> None:
+        """Gives all memory back, that of graphs which somebody still holds, too: their weights go as well."""
+        with self._lock:
+            self.finish()
+            for stored in list(self._all):
+                if stored.host is not None:
+                    self._dead.append(stored.remains())
+                    stored.host = stored.flat = None
+            self.drain(wait=True)
+
     # -- saving ---------------------------------------------------------------------------------------
 
     def keep(self, tensor: torch.Tensor) -> Kept | None:
@@ -176,13 +193,15 @@ class Activations:
         number, self._count = self._count, self._count + 1
         stored = Stored(storage, number, version, self._dead)
         self._known[stored.key] = stored
+        self._all.add(stored)
         checkpoint = (self._plan is None or self._recorder is not None) and is_checkpoint_input()
         if self._recorder is not None:
             self._recorder.save(stored.size, checkpoint)
             stored.recorder = self._recorder
             self._held[number] = weakref.ref(stored)
         if self._plan is not None and self._plan.sizes[number : number + 1] != (stored.size,):
-            self.diverged(f"saved tensor {number} has {stored.size} bytes, which was not expected")
+            self.surprise = f"saved tensor {number}: {stored.size} bytes were not expected"
+            self.leave_plan()
         if self._plan is not None:
             stored.trip = self._plan.trips.get(number)
         if stored.trip is not None or (self._plan is None and (self.which == ALL or checkpoint)):
@@ -195,7 +214,7 @@ class Activations:
             self._quota -= stored.size
         else:
             try:
-                self.spare(stored.size)
+                self._make_room(stored.size)
                 self.ledger.reserve("host", TAG, stored.size)
             except BudgetError:
                 if stored.trip is not None:
@@ -282,10 +301,9 @@ class Activations:
                 self._start_back(stored)
 
     def _start_back(self, stored: Stored) -> None:
-        if not stored.away:
+        if not stored.away or stored.host is None:
             return
-        assert stored.host is not None and stored.out is not None
-        stored.out.synchronize()
+        # It was waited for when it left, and copies start after what is waited for.
         if stored.recorder is not None:
             stored.recorder.shift(-stored.size)
         stored.away = False
@@ -308,7 +326,10 @@ class Activations:
                 except BaseException:
                     self._give_up_return(stored)
                     raise
-            assert stored.flat is not None
+            if stored.flat is None:
+                raise StateError(
+                    "backward after engine.close(): what the graph saved is gone; close the engine later"
+                )
             return stored.flat
 
     def _give_up_return(self, stored: Stored) -> None:
@@ -325,33 +346,44 @@ class Activations:
 
     # -- books ----------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Gives back what storages that have died had on the host."""
-        while self._dead:
-            host, out, back, flat, recorder = self._dead.popleft()
-            for event in (out, back):
-                if event is not None:
-                    _quietly(event)
-            del flat
+    def drain(self, wait: bool = False) -> None:
+        """Gives back what storages that have died had on the host, once no copy reads or writes it any more."""
+        for _ in range(len(self._dead)):
+            remains = self._dead.popleft()
+            host, out, back, _, recorder = remains
+            if wait:
+                _quietly(out)
+                _quietly(back)
+            elif not all(event is None or event.done() for event in (out, back)):
+                self._dead.append(remains)
+                continue
             if recorder is not None:
                 recorder.shift(-host.numel())
             self._host_bytes -= host.numel()
             self.backend.free("host", host)
             self.ledger.release("host", TAG, host.numel())
 
+    def _make_room(self, count: int) -> None:
+        """On the host, where there is too little for the ledger to grant it."""
+        if self.ledger.room("host") < count:
+            self.drain(wait=True)
+            spare = self.spare() if self.spare is not None else None
+            if spare is not None:
+                spare(count)
+
     def check(self) -> None:
         """Raises unless what is on the host is what is reserved there."""
         with self._lock:
-            self.drain()
+            self.drain(wait=True)
             held, reserved = self._host_bytes + self._quota, self.ledger.tags["host"][TAG]
             if held > reserved:  # other engines may reserve under the same tag
                 raise IntegrityError(f"activations hold {held} bytes of host memory, reserved are {reserved}")
 
 
-def _quietly(event: Event) -> None:
-    """Nobody wants what was copied any more; it only has to be over, on both sides."""
+def _quietly(event: Event | None) -> None:
+    """Nobody wants what was copied any more; it only has to be over."""
     try:
-        event.wait()
-        event.synchronize()
+        if event is not None:
+            event.synchronize()
     except Exception:  # a copy that failed is over, too
         return

@@ -101,7 +101,10 @@ class Executor:
         if self.activations is None or self.phase != RUNNING:
             return None
         with self.lock:
-            return self.activations.keep(tensor)
+            kept = self.activations.keep(tensor)
+            if self.activations.surprise and self.on_track:
+                self.leave_track(self.activations.surprise)
+            return kept
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         with self.lock:
@@ -194,9 +197,8 @@ class Executor:
                 self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)
             )
         if level > before:
-            if level - before > self.ledger.room("device"):
-                level = plan.levels[place] + self._late(place, True)
-            self.raise_level(level)
+            short = level - before > self.ledger.room("device")
+            self.raise_level(plan.levels[place] + self._late(place, wait=short))
         if self.activations is not None and what % 4 != UPDATE:
             self.activations.arrive(place % length)
 
@@ -226,7 +228,7 @@ class Executor:
             self._evict(chunk)
 
     def _has_room(self, needed: int) -> bool:
-        if self.ledger.room("device") >= needed:
+        if self.ledger.room("device") >= needed or self._hurry(needed):
             return True
         for leaving in self.store.moving("device_to_host"):
             self.store.settle(leaving)
@@ -393,7 +395,7 @@ class Executor:
         before = self.activations.late if self.activations is not None else 0
         if not before:
             return False
-        level = self.ledger.level["device"] - before + self._late(self.position, True)
+        level = self.ledger.level["device"] - before + self._late(self.position, wait=True)
         self.ledger.set_level("device", level)
         return needed <= self.ledger.room("device")
 

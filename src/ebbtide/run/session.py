@@ -105,8 +105,7 @@ class Session:
             self.executor.activations = Activations(
                 self.store, config.offload_activations, self.executor.lock
             )
-            self.executor.activations.diverged = self.executor.leave_track
-            self.executor.activations.spare = self._spare_host
+            self.executor.activations.spare = weakref.WeakMethod(self._spare_host)
         self.traces = Traces(self.shape, settings, self._cost(settings), config.offload_activations)
         self.symbolic_note = ""
         self._pending: tuple[Record, Any] | None = None
@@ -469,6 +468,8 @@ class Session:
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
         self.updates.kept.clear()
+        if self.executor.activations is not None:
+            self.executor.activations.close()
         self.interceptor.remove()
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)
