@@ -160,7 +160,7 @@ def test_the_peak_falls_by_what_was_planned(checkpointing: bool, which: str) -> 
     # Where the water is highest now, gradients may already be there beside it.
     gradients = other["tags"]["device"]["grad"]
     assert planned * 0.98 - gradients <= before - after <= planned * 1.02
-    assert other["away"] * 4 == other["offloaded_bytes"]
+    assert other["offloaded_bytes"] == sum(step["device_to_host"] for step in gone)
     # Nothing else crosses the link in a step where all model data is on the device.
     assert set(moved[-1].values()) == {0}
     assert set(gone[-1].values()) == {other["away"]}
@@ -490,4 +490,4 @@ def test_what_leaves_was_wanted_by_nobody(which: str) -> None:
         assert [moment.peak for moment in left.moments] == lowered
         assert tight.peak <= left.peak <= tight.peak + (record.peak - tight.peak) / 8 + 1
         half, some = send_away(record, which, share=0.5)
-        assert some.bytes <= away.bytes / 2 and half.peak >= tight.peak
+        assert some.bytes <= sum(saved.bytes for saved in record.saved) / 2 and half.peak >= tight.peak

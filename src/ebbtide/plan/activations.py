@@ -99,7 +99,8 @@ def _chosen(record: Record, which: str, share: float) -> list[Trip]:
 
 
 class _Tides:
-    """Peaks by moment under trips, and how far a trip may be shortened without passing `ceiling`."""
+    """Peaks by moment under trips, and how far a trip may be shortened without passing `ceiling`: what need not be away
+    at all stays."""
 
     def __init__(self, moments: tuple[Moment, ...], peaks: list[int], ceiling: int) -> None:
         self.peaks, self.ceiling = peaks, ceiling
@@ -113,11 +114,12 @@ class _Tides:
         made = []
         for trip in trips:
             done = max(done, self.hidden[saved[trip.number].first + 1]) + trip.bytes
-            wanted = min(bisect_left(self.hidden, done), trip.come - 1)
+            wanted = min(bisect_left(self.hidden, done), trip.come)
             gone = trip.gone
             while gone < wanted and self._fits(gone, trip.bytes):
                 gone += 1
-            made.append(replace(trip, gone=gone))
+            if gone < trip.come:
+                made.append(replace(trip, gone=gone))
         return made
 
     def come_earlier(self, trips: list[Trip]) -> list[Trip]:
@@ -126,11 +128,12 @@ class _Tides:
         made = []
         for trip in sorted(trips, key=lambda trip: (-trip.come, trip.number)):
             start = min(start, self.hidden[trip.come]) - trip.bytes
-            wanted = max(bisect_right(self.hidden, start) - 1, trip.gone + 1)
+            wanted = max(bisect_right(self.hidden, start) - 1, trip.gone)
             come = trip.come
             while come > wanted and self._fits(come - 1, trip.bytes):
                 come -= 1
-            made.append(replace(trip, come=come))
+            if come > trip.gone:
+                made.append(replace(trip, come=come))
         return made
 
     def _fits(self, moment: int, count: int) -> bool:
