@@ -14,7 +14,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ebbtide
 import zoo
+from ebbtide.backend import CpuBackend
+from ebbtide.config import Config
+from ebbtide.engine import Engine, Tiers
 from ebbtide.errors import BudgetError, ConfigError, StateError
+from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import ALL, CHECKPOINTS, send_away
 from ebbtide.record import Moment, Record, Saved, event
 from harness import Count, config_of, expected, facts, least_budget
@@ -356,6 +360,35 @@ def test_closing_gives_back_what_a_graph_holds(make: Any) -> None:
     assert engine._tiers.backend.held() == {"device": 0, "host": 0}
     with pytest.raises((StateError, RuntimeError)):
         loss.backward()
+
+
+def test_an_engine_that_is_dropped_gives_everything_back(make: Any) -> None:
+    keeper = make(offload_activations="off", **TIGHT)
+    engine = ebbtide.initialize(zoo.build("gpt2"), config_of(offload_activations="all", **TIGHT))
+    loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
+    assert keeper._tiers.ledger.tags["host"]["activations"] > 0
+    del engine, loss
+    gc.collect()
+    assert keeper._tiers.ledger.tags["host"]["activations"] == 0
+    keeper.check_integrity()
+
+
+@pytest.mark.parametrize("room", [0, 100_000, 1_000_000])
+def test_a_slow_link_costs_time_and_no_memory(small: None, room: int) -> None:
+    """Copies that are late are waited for where their room is wanted."""
+    budget, _ = least_budget("gpt2", "none", 1, config_of(offload_activations="all", **HOST))
+    config = Config.read(config_of(offload_activations="all", device={"memory": budget + room}, **HOST))
+    backend = CpuBackend(poison=True, rates=dict.fromkeys(("host_to_device", "device_to_host"), 20e6))
+    ledger = Ledger({"device": budget + room, "host": 10**9})
+    engine = Engine(zoo.build("gpt2"), config, tiers=Tiers(backend, ledger))
+    with Count(engine) as count:
+        for number in range(4):
+            step(engine, number)
+    assert engine.weights_sha256() == reference()
+    assert count.peak <= budget + room and ledger.peak["device"] <= budget + room
+    assert not engine.stats()["diverged"] and engine.stats()["offloaded_bytes"] > 0
+    engine.close()
+    backend.close()
 
 
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 5, 8, 13, 20, 34, 55])

@@ -178,6 +178,9 @@ class Activations:
                     stored.host = stored.flat = None
             self.drain(wait=True)
 
+    def __del__(self) -> None:
+        self.close()  # an engine that nobody holds any more; no graph does, for its handles hold this
+
     # -- saving ---------------------------------------------------------------------------------------
 
     def keep(self, tensor: torch.Tensor) -> Kept | None:
