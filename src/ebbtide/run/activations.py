@@ -12,6 +12,7 @@ handle goes. That can happen in any thread, so a storage that dies only leaves a
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import deque
@@ -33,7 +34,10 @@ Remains = tuple[torch.Tensor, Event | None, Event | None, torch.Tensor | None, R
 
 
 class Stored:
-    """A storage that was saved for backward: on the device (`flat`), on the host, or both."""
+    """A storage that was saved for backward: on the device (`flat`), on the host, or both.
+
+    `out` and `back` are the copies' events; `away` says that the device's copy has gone.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -179,7 +183,9 @@ class Activations:
             self.drain(wait=True)
 
     def __del__(self) -> None:
-        self.close()  # an engine that nobody holds any more; no graph does, for its handles hold this
+        # Nobody holds the engine any more, nor a graph of its. When Python ends, nobody would end a copy either.
+        if not sys.is_finalizing():
+            self.close()
 
     # -- saving ---------------------------------------------------------------------------------------
 
