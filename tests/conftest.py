@@ -1,4 +1,7 @@
 import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -10,6 +13,14 @@ import torch
 def _threads() -> None:
     """The number of threads changes numbers; two everywhere."""
     torch.set_num_threads(2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """For files of the SSD tier, on a file system with direct access or without."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no direct access")
+        yield tmp_path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -144,7 +144,9 @@ def train_long(checkpointing: bool, **changes: Any) -> tuple[str, int, dict[str,
                 before = dict(links)
                 engine.backward(engine(**long_batch(number)).loss)
                 engine.step()
-                moved.append({link: links[link] - before[link] for link in links})
+                moved.append(
+                    {link: links[link] - before[link] for link in ("host_to_device", "device_to_host")}
+                )
         plan = engine._session.executor.plan
         assert plan is not None
         stats = engine.stats() | {"away": plan.away.bytes if plan.away else 0}
@@ -379,7 +381,7 @@ def test_a_slow_link_costs_time_and_no_memory(small: None, room: int) -> None:
     budget, _ = least_budget("gpt2", "none", 1, config_of(offload_activations="all", **HOST))
     config = Config.read(config_of(offload_activations="all", device={"memory": budget + room}, **HOST))
     backend = CpuBackend(poison=True, rates=dict.fromkeys(("host_to_device", "device_to_host"), 20e6))
-    ledger = Ledger({"device": budget + room, "host": 10**9})
+    ledger = Ledger({"device": budget + room, "host": 10**9, "ssd": 0})
     engine = Engine(zoo.build("gpt2"), config, tiers=Tiers(backend, ledger))
     with Count(engine) as count:
         for number in range(4):

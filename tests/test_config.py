@@ -92,6 +92,17 @@ def test_round_trip_through_json() -> None:
         assert Config.read(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_one_folder_or_several() -> None:
+    found = {}
+    for given in ("", [], "/a", ["/a"], ["/a", "/b"]):
+        config = Config.read({"ssd": {"folder": given, "checksums": True, "endurance": "600TB"}})
+        assert Config.read(json.loads(json.dumps(config.to_dict()))) == config
+        assert (config.ssd.checksums, config.ssd.endurance) == (True, 600 * 10**12)
+        found[str(given)] = config.ssd.folder
+    assert list(found.values()) == [(), (), ("/a",), ("/a",), ("/a", "/b")]
+    assert (Config().ssd.checksums, Config().ssd.endurance) == (False, 0)
+
+
 def test_configs_are_values() -> None:
     assert hash(Config()) == hash(Config())
     with pytest.raises(FrozenInstanceError):
@@ -140,7 +151,7 @@ def test_master(precision: str, master: str, resolved: str) -> None:
         ({"optimizer": {"beta": 1}}, "unknown config key 'optimizer.beta'; did you mean 'optimizer.betas'?"),
         ({"lr": 1}, "unknown config key 'lr'; did you mean 'optimizer.lr'?"),
         ({"memory": "1GB"}, "unknown config key 'memory'; did you mean 'device.memory'?"),
-        ({"ssd": {"dir": "x"}}, "unknown config key 'ssd.dir'; known here: folder, memory"),
+        ({"ssd": {"dir": "x"}}, "unknown config key 'ssd.dir'; known here: folder, memory, checksums, endurance"),
         ({1: 2}, "unknown config key '1'; known here: precision, master,"),
         ({"path": "x"}, "unknown config key 'path'"),
         ({"precision": "bf15"}, "'bf16', 'fp16', 'fp32', found 'bf15'; did you mean 'bf16'?"),
@@ -173,7 +184,12 @@ def test_master(precision: str, master: str, resolved: str) -> None:
         ({"device": {"memory": "Auto"}}, "found 'Auto'; did you mean 'auto'?"),
         ({"host": {"memory": -1}}, "'host.memory': expected 'auto' or a size such as '24GB'"),
         ({"ssd": {"memory": None}}, "'ssd.memory': expected 'auto' or a size"),
-        ({"ssd": {"folder": 3}}, "'ssd.folder': expected a string, found 3"),
+        ({"ssd": {"folder": 3}}, "'ssd.folder': expected a folder or a list of folders, such as '/scratch'"),
+        ({"ssd": {"folder": ["/a", ""]}}, "'ssd.folder': expected a folder or a list of folders"),
+        ({"ssd": {"folder": ["/a", 3]}}, "['/disk0', '/disk1'], found ['/a', 3]"),
+        ({"ssd": {"checksums": 1}}, "'ssd.checksums': expected true or false, found 1"),
+        ({"ssd": {"endurance": "auto"}}, "'ssd.endurance': expected a size such as '24GB' or '512MiB', found"),
+        ({"ssd": {"endurance": "600 tbw"}}, "'ssd.endurance': expected a size"),
         ({"device": "cuda"}, "'device': expected a table of settings ([device]), found 'cuda'"),
         ({"device": {"kind": "gpu"}}, "'device.kind': expected one of 'auto', 'cuda', 'cpu', found 'gpu'"),
         ({"optimizer": {"name": "sgd"}}, "'optimizer.name': expected one of 'adamw', 'adam', found 'sgd'"),

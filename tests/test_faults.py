@@ -79,6 +79,7 @@ def test_an_update_that_is_hit_keeps_the_books_right() -> None:
                 try:
                     engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
                     engine.step()
+                    engine.weights_sha256()  # waits for the update, which goes on beside
                 except OSError:
                     # A step that was hit is marked: the weights are loaded again before training goes on.
                     engine.load_state_dict(engine.state_dict())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from ebbtide.layout import build_layout
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.executor import Executor
+from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData, dense, specs_of
 
 LAYERS = 6
@@ -41,7 +44,7 @@ class Machine(RuleBasedStateMachine):
         self.ledger = Ledger({"device": largest + room * BYTES, "host": 64 * BYTES})
         self.store = ChunkStore(layout, self.backend, self.ledger)
         self.data = ModelData(names, parameters, runs, layout, self.store, "none")
-        self.executor = Executor(self.data, policy, lambda _: None)
+        self.executor = Executor(self.data, policy, Updater(background=True))
         self.executor.peers.add(self.executor)
         self.values = [float(i) for i in range(LAYERS)]
         self.units = [unit for _, unit in units]
@@ -91,11 +94,36 @@ class Machine(RuleBasedStateMachine):
         chunk = self.data.parameter_chunk(index)
         if chunk.pins:
             return
-        self.executor.to_host(chunk)
-        for _, piece in chunk.slices("host", self.data.places[which].offset, 2048):
-            piece.fill_(value)
-        self.store.written(chunk, "host")
+        with self.executor.placed(chunk, "host"):
+            for _, piece in chunk.slices("host", self.data.places[which].offset, 2048):
+                piece.fill_(value)
+            self.store.written(chunk, "host")
         self.executor.leave_stale(chunk)
+        self.values[which] = float(value)
+
+    @rule(which=st.integers(0, LAYERS - 1), value=st.integers(10, 1000), slow=st.booleans())
+    def update_beside(self, which: int, value: int, slow: bool) -> None:
+        """The same by a job on a thread: nobody sees the chunk before it is done."""
+        index = self.data.places[which].chunk
+        chunk = self.data.parameter_chunk(index)
+        if chunk.pins:
+            return
+        waits = self.executor.toward_host(chunk)
+        pieces = list(chunk.slices("host", self.data.places[which].offset, 2048))
+        self.executor.put_away(chunk)
+
+        def work() -> None:
+            time.sleep(0.002 * slow)
+            for _, piece in pieces:
+                piece.fill_(value)
+
+        def finish(done: bool) -> None:
+            pieces.clear()
+            self.store.settle(chunk)
+            self.store.written(chunk, "host")
+            self.executor.leave_stale(chunk)
+
+        self.executor.updater.submit([chunk], waits, work, finish)
         self.values[which] = float(value)
 
     @rule(which=st.integers(0, LAYERS - 1), value=st.integers(10, 1000))
@@ -133,6 +161,7 @@ class Machine(RuleBasedStateMachine):
         for which in range(LAYERS):
             value = self.data.load_value(which, cpu_kernels(native=False))
             assert torch.equal(value, torch.full((32, 64), self.values[which]))
+        self.executor.updater.drop()
         self.backend.close()
 
 

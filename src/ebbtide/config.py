@@ -18,6 +18,7 @@ from ebbtide.strict import (
     build,
     choice,
     flag,
+    folders,
     number,
     optional,
     pair,
@@ -67,8 +68,14 @@ class HostConfig(Section):
 class SsdConfig(Section):
     path: ClassVar[str] = "ssd"
 
-    folder: Annotated[str, text] = ""
+    folder: Annotated[tuple[str, ...], folders] = ()
+    """One on each disk, all used alike; a string for a single one."""
     memory: Annotated[int | Auto, size(least=0)] = 0
+    """Of all folders together."""
+    checksums: Annotated[bool, flag] = False
+    """What is read is compared with what was written."""
+    endurance: Annotated[int, size(least=0, auto=False)] = 0
+    """Bytes that may be written in the disks' life (TBW), such as '600TB'; 0: not known."""
 
 
 @dataclass(frozen=True)

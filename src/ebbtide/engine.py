@@ -87,7 +87,7 @@ class Engine:
         self.optimizer = self._make_optimizer(param_groups)
         start = Start(module, files)
         self._session = Session(
-            module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors, start
+            module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors, start, tiers.disk
         )
         try:
             start.finish()
@@ -295,6 +295,12 @@ class Engine:
             session.unmanaged.apply(self.optimizer.param_groups, self._factor)
         self.steps += 1
 
+    def synchronize(self) -> None:
+        """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
+        self._check()
+        self._session.executor.updater.flush()
+        self._tiers.backend.synchronize()
+
     @property
     def device(self) -> torch.device:
         """Where the module computes: batches belong there."""
@@ -311,10 +317,10 @@ class Engine:
         return self._session
 
     def _check(self) -> None:
-        self._open()
-        if self._broken:
+        broken = self._broken or self._open().executor.updater.failed
+        if broken:
             raise StateError(
-                f"the engine is partially stepped: {self._broken}. Load weights with load_state_dict()"
+                f"the engine is partially stepped: {broken}. Load weights with load_state_dict()"
             )
 
     # -- values ---------------------------------------------------------------------------------------
@@ -383,7 +389,7 @@ class Engine:
         session = self._open()
         self._clear()
         values.load_state_dict(session, state)
-        self._broken = ""
+        self._mend()
 
     def load_weights(self, folder: str | Path) -> None:
         """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
@@ -392,7 +398,11 @@ class Engine:
         files = WeightFiles(folder, self.module)
         self._clear()
         files.load(session)
-        self._broken = ""
+        self._mend()
+
+    def _mend(self) -> None:
+        """All weights were written: what was half-done is gone."""
+        self._broken = self._session.executor.updater.failed = ""
 
     def weights_sha256(self) -> str:
         """Hash of the fp32 master weights in name order."""
@@ -444,6 +454,8 @@ class Engine:
             self._closed = True
             self._session.close()
             retire(self.module)
+            if not self._tiers.executors:
+                self._tiers.close()
 
 
 __all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers"]

@@ -41,6 +41,19 @@ class IntegrityError(EbbtideError):
     """The books do not add up, or bytes came back other than they were written."""
 
 
+class DiskError(EbbtideError):
+    """A file of the SSD tier that could not be made, read or written; says which, where, and by how much."""
+
+    def __init__(
+        self, message: str, *, file: str = "", offset: int = 0, expected: int = 0, found: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+
+
 class NonFiniteError(EbbtideError):
     """A loss or a gradient that is not finite, where the config says to stop."""
 

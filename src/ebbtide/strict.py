@@ -69,6 +69,14 @@ def patterns(key: Key, value: Any) -> tuple[str, ...]:
     raise refuse(key, value, "a list of name patterns, such as ['lm_head.*']")
 
 
+def folders(key: Key, value: Any) -> tuple[str, ...]:
+    """One folder or several; an empty string is none."""
+    listed = (value,) if isinstance(value, str) and value else () if value == "" else value
+    if isinstance(listed, list | tuple) and all(isinstance(one, str) and one for one in listed):
+        return tuple(listed)
+    raise refuse(key, value, "a folder or a list of folders, such as '/scratch' or ['/disk0', '/disk1']")
+
+
 def number(allowed: str, holds: Callable[[float], bool]) -> Check:
     def check(key: Key, value: Any) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ebbtide.backend.base import Backend, Event
-from ebbtide.backend.cpu import CpuBackend
+from ebbtide.backend.cpu import CpuBackend, Stream
 from ebbtide.errors import ConfigError
 
-__all__ = ["Backend", "CpuBackend", "Event", "open_backend"]
+__all__ = ["Backend", "CpuBackend", "Event", "Stream", "open_backend"]
 
 
 def open_backend(kind: str, poison: bool = False) -> Backend:

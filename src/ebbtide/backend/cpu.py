@@ -6,6 +6,7 @@ other. An evicted chunk's slab is what the next chunk lands in, and RSS stays at
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -105,8 +106,8 @@ class CpuBackend:
 
     def free(self, tier: str, memory: torch.Tensor) -> None:
         if self._poison:
-            # All bits set is a NaN in every floating dtype.
-            memory.fill_(0xFF)
+            # All bits set is a NaN in every floating dtype. No operator: a trace would take it for the model's.
+            ctypes.memset(memory.data_ptr(), 0xFF, memory.numel())
         with self._lock:
             self._held[tier] -= memory.numel()
             self._slabs.put(memory)

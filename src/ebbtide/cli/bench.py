@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -78,6 +79,34 @@ def forecast(
     from ebbtide.bench.forecast import run
 
     _print(run(tuple(models.split(",")), tuple(lengths), repeats, report=_say), json)
+
+
+@bench.command()
+def ssd(
+    models: Annotated[str, Option(help="Presets, with commas.")] = "gpt2-350m,gpt2-1b",
+    shares: Annotated[str, Option(help="Of the optimizer state, on SSD, with commas.")] = "0.5,0.9",
+    seq: Seq = 256,
+    repeats: Repeats = 5,
+    folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
+    json: Json = False,
+) -> None:
+    """Optimizer state on SSD: a step against what disk and cores must do, all measured in this run."""
+    at_least("--repeats", repeats, 1)
+    at_least("--seq", seq, 2)
+    from ebbtide.bench.ssd import run
+
+    parts = tuple(_share(part, shares) for part in shares.split(","))
+    _print(run(tuple(models.split(",")), parts, seq, repeats, folder, report=_say), json)
+
+
+def _share(part: str, given: str) -> float:
+    try:
+        share = float(part)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"--shares: expected shares above 0 and up to 1 such as 0.5,0.9, found {given!r}")
+    return share
 
 
 def _say(text: str) -> None:

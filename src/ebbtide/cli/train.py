@@ -52,8 +52,8 @@ def train(
     device: Annotated[str | None, Option(help="auto, cuda or cpu.")] = None,
     device_memory: Annotated[str | None, Option(help=f"Chunks and activations: auto, or {SIZE}.")] = None,
     host_memory: Annotated[str | None, Option(help=f"auto, or {SIZE}.")] = None,
-    ssd_memory: Annotated[str | None, Option(help="Not built yet: 0.")] = None,
-    ssd_dir: Annotated[str | None, Option(help="Not built yet.")] = None,
+    ssd_memory: Annotated[str | None, Option(help=f"Of the folders together: {SIZE}.")] = None,
+    ssd_dir: Annotated[str | None, Option(help="On a fast disk; for several, a list in the config.")] = None,
     config: Annotated[
         Path | None, Option(help="Settings in TOML or JSON; a flag overrides its setting.")
     ] = None,

@@ -1,10 +1,10 @@
 """Chunks: where each one's bytes are, which copy has authority, and how they move.
 
-A chunk may have a copy on the device, on the host, or both. A copy is *valid* when it holds the current
-value; two valid copies are a clean pair, and either can be dropped without traffic. Writing makes the
-written copy the only valid one. A move goes through `fetch`/`evict`, which start it, and `settle`, which
-ends it: until then the destination is reserved but not valid, so a move that fails leaves the source as
-it was and the books right.
+A chunk may have a copy on the device, on the host, and on SSD. A copy is *valid* when it holds the current
+value; of several valid ones all but one can be dropped without traffic. Writing makes the written copy the
+only valid one. A move goes through `fetch`/`evict` (device and host) or `load`/`save` (SSD and the tier next to it),
+which start it, and `settle`, which ends it: until then the destination is reserved but not valid, so a move
+that fails leaves the source as it was and the books right.
 
 This module moves what it is told to and refuses what would break the books. It does not choose what to
 move or when: that is the executor's.
@@ -13,111 +13,54 @@ move or when: that is the executor's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 
 import torch
 
 from ebbtide.backend.base import Backend, Event
+from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import IntegrityError, StateError
 from ebbtide.layout import Layout
-from ebbtide.memory.host import Fragment, HostSpace
+from ebbtide.memory.chunk import LINKS, SSD_READ, SSD_WRITE, TIERS, TO_DEVICE, TO_HOST, TORCH_DTYPES, Chunk
+from ebbtide.memory.host import HostSpace
 from ebbtide.memory.ledger import Ledger
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    kind: str
-    index: int
-    dtype: torch.dtype
-    size: int
-    nbytes: int
-    device: torch.Tensor | None = None
-    host: list[Fragment] | None = None
-    device_valid: bool = False
-    host_valid: bool = False
-    pins: int = 0
-    move: tuple[str, list[Event]] | None = None
-    pending: list[Event] = field(default_factory=list)
-    """The last move's events: on a GPU the host must synchronise with them before it touches its copy."""
-    aliases: int = 0
-    """How many tensors of ours share the device copy's storage."""
-
-    def __str__(self) -> str:
-        return f"{self.kind}[{self.index}]"
-
-    @property
-    def free(self) -> bool:
-        return not (self.device_valid or self.host_valid)
-
-    def valid_on(self, tier: str) -> bool:
-        return self.device_valid if tier == "device" else self.host_valid
-
-    def view(self) -> torch.Tensor:
-        """The device copy as one flat tensor of its dtype."""
-        assert self.device is not None, f"{self} has no device copy"
-        return self.device.view(self.dtype)
-
-    def pieces(self, tier: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, flat tensor) for each contiguous piece of a copy."""
-        if tier == "device":
-            yield 0, self.view()
-        else:
-            assert self.host is not None, f"{self} has no host copy"
-            for fragment in self.host:
-                yield fragment.start // self.dtype.itemsize, fragment.memory.view(self.dtype)
-
-    def slices(self, tier: str, offset: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(place in the range, flat tensor) for the elements [offset, offset + count) of a copy."""
-        if tier == "device":
-            yield 0, self.view()[offset : offset + count]
-            return
-        for start, piece in self.pieces(tier):
-            first = max(offset, start)
-            last = min(offset + count, start + piece.numel())
-            if first < last:
-                yield first - offset, piece[first - start : last - start]
-
-
-def aligned(
-    copies: Sequence[tuple[Chunk, str]], offset: int, count: int
-) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """The same elements of several chunks' copies, cut where any of them is cut: (place, flat tensors)."""
-    parts = [list(chunk.slices(tier, offset, count)) for chunk, tier in copies]
-    if all(len(part) == 1 for part in parts):
-        yield 0, [part[0][1] for part in parts]
-        return
-    borders = sorted({start for part in parts for start, _ in part} | {count})
-    for first, last in pairwise(borders):
-        row = []
-        for part in parts:
-            start, piece = next(pair for pair in reversed(part) if pair[0] <= first)
-            row.append(piece[first - start : last - start])
-        yield first, row
+from ebbtide.memory.ssd import SsdSpace
+from ebbtide.plan.stage import BLOCK, piece_bytes
+from ebbtide.units import round_up
 
 
 @dataclass
 class Traffic:
     """What has been moved; `moved` in bytes by link."""
 
-    moved: dict[str, int] = field(default_factory=lambda: {"host_to_device": 0, "device_to_host": 0})
+    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     fetches: int = 0
     evictions: int = 0
     drops: int = 0
-    stalls: dict[str, float] = field(default_factory=lambda: {"host_to_device": 0.0, "device_to_host": 0.0})
+    stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
     """Seconds that the host waited for a move, by link."""
 
 
+def _parameter_bytes(layout: Layout) -> int:
+    return sum(chunk.size * TORCH_DTYPES[chunk.dtype].itemsize for chunk in layout.chunks)
+
+
 class ChunkStore:
-    def __init__(self, layout: Layout, backend: Backend, ledger: Ledger) -> None:
+    def __init__(
+        self, layout: Layout, backend: Backend, ledger: Ledger, disk: DiskSpace | None = None
+    ) -> None:
         self.layout = layout
         self.backend = backend
         self.ledger = ledger
         self.traffic = Traffic()
         self.host_space = HostSpace(layout, backend, ledger)
+        self.ssd_space = (
+            None if disk is None else SsdSpace(disk, ledger, piece_bytes(_parameter_bytes(layout)))
+        )
+        self.near = "host" if ledger.budgets["host"] else "device"
+        """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
@@ -130,6 +73,10 @@ class ChunkStore:
         return self.chunks[kind, index]
 
     # -- copies ---------------------------------------------------------------------------------------
+
+    def reserve_ssd(self, chunk: Chunk) -> None:
+        """Gives the chunk a place on SSD, whatever is there."""
+        self._open(chunk, "ssd")
 
     def allocate(self, chunk: Chunk, tier: str, zero: bool = False) -> None:
         """Gives a free chunk its first copy; its contents are undefined unless `zero`, padding's always."""
@@ -145,16 +92,17 @@ class ChunkStore:
     def written(self, chunk: Chunk, tier: str) -> None:
         """The copy on `tier` was written: it is now the authoritative one. A parameter's stale host copy
         keeps its place, for it will be filled again every iteration."""
-        chunk.device_valid = tier == "device"
-        chunk.host_valid = tier == "host"
+        for other in TIERS:
+            chunk.mark(other, other == tier)
         if chunk.kind != "param":
-            self._close(chunk, "host" if tier == "device" else "device")
+            for other in TIERS:
+                if other != tier:
+                    self._close(chunk, other)
 
     def drop(self, chunk: Chunk, tier: str) -> None:
         """Gives up one copy of a chunk that has another valid one, or whose copy there is stale."""
         self.settle(chunk)
-        other = "host" if tier == "device" else "device"
-        if chunk.valid_on(tier) and not chunk.valid_on(other):
+        if chunk.valid_on(tier) and not any(chunk.valid_on(other) for other in TIERS if other != tier):
             raise IntegrityError(f"{chunk} would lose its only valid copy ({tier})")
         if tier == "device" and chunk.pins:
             raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot leave the device")
@@ -165,14 +113,18 @@ class ChunkStore:
         self.settle(chunk)
         if chunk.pins:
             raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot be freed")
-        chunk.device_valid = chunk.host_valid = False
-        self._close(chunk, "device")
-        self._close(chunk, "host")
+        for tier in TIERS:
+            self._close(chunk, tier)
 
     def _open(self, chunk: Chunk, tier: str) -> None:
         if tier == "host":
             if chunk.host is None:
                 chunk.host = self.host_space.acquire(chunk.kind, chunk.index, chunk.dtype)
+        elif tier == "ssd":
+            if chunk.ssd is None:
+                assert self.ssd_space is not None, "there is no SSD tier"
+                kinds = self.stored_with(chunk)
+                chunk.ssd = self.ssd_space.acquire(chunk.kind, chunk.index, chunk.size, kinds)
         elif chunk.device is None:
             self.ledger.reserve("device", chunk.kind, chunk.nbytes)
             try:
@@ -182,8 +134,24 @@ class ChunkStore:
                 raise
             chunk.aliases = self.backend.aliases(chunk.device)
 
+    def stored_with(self, chunk: Chunk) -> list[tuple[str, torch.dtype]]:
+        """The kinds that lie together on SSD: all state of a chunk; parameters and gradients by themselves."""
+        if chunk.kind in ("param", "grad"):
+            return [(chunk.kind, chunk.dtype)]
+        return [
+            (kind, other.dtype)
+            for (kind, index), other in self.chunks.items()
+            if index == chunk.index and kind not in ("param", "grad")
+        ]
+
     def _close(self, chunk: Chunk, tier: str) -> None:
-        if tier == "host":
+        if tier == "ssd":
+            chunk.ssd_valid = False
+            if chunk.ssd is not None:
+                assert self.ssd_space is not None
+                chunk.ssd = None
+                self.ssd_space.release(chunk.kind, chunk.index)
+        elif tier == "host":
             chunk.host_valid = False
             if chunk.host is not None:
                 for event in chunk.pending:
@@ -201,7 +169,7 @@ class ChunkStore:
     # -- moves ----------------------------------------------------------------------------------------
 
     def room_needed(self, chunk: Chunk, tier: str) -> int:
-        """Bytes that a copy on `tier` would reserve now."""
+        """Bytes that a copy on `tier` (device or host) would reserve now."""
         if tier == "host":
             return (
                 0 if chunk.host is not None else self.host_space.needed(chunk.index, chunk.dtype, chunk.kind)
@@ -210,13 +178,17 @@ class ChunkStore:
 
     def fetch(self, chunk: Chunk) -> None:
         """Starts bringing the chunk to the device."""
-        if chunk.device_valid or (chunk.move and chunk.move[0] == "host_to_device"):
+        if chunk.device_valid or (chunk.move and chunk.move[0] == TO_DEVICE):
             return
         self.settle(chunk, host=True)
+        if self.near == "device" and chunk.ssd_valid:
+            self.traffic.fetches += 1
+            self.load(chunk)
+            return
         if not chunk.host_valid:
             raise StateError(f"{chunk} has no payload to fetch")
         self._open(chunk, "device")
-        self._start(chunk, "host_to_device")
+        self._start(chunk, TO_DEVICE)
         self.traffic.fetches += 1
 
     def evict(self, chunk: Chunk) -> None:
@@ -226,60 +198,152 @@ class ChunkStore:
             return
         if chunk.pins:
             raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot be evicted")
-        if chunk.host_valid or not chunk.device_valid:
+        if chunk.host_valid or chunk.ssd_valid or not chunk.device_valid:
             self.traffic.drops += 1
             self._close(chunk, "device")
             return
-        self._open(chunk, "host")
-        self._start(chunk, "device_to_host")
         self.traffic.evictions += 1
+        if self.near == "device":
+            self.save(chunk)
+            return
+        self._open(chunk, "host")
+        self._start(chunk, TO_HOST)
+
+    def load(self, chunk: Chunk) -> None:
+        """Starts bringing the chunk from SSD to the tier next to it."""
+        self.settle(chunk)
+        if chunk.valid_on(self.near):
+            return
+        if not chunk.ssd_valid:
+            raise StateError(f"{chunk} has no payload on SSD to load")
+        self._open(chunk, self.near)
+        self._start(chunk, SSD_READ)
+
+    def peek(self, chunk: Chunk, offset: int, count: int) -> torch.Tensor:
+        """Elements of the copy on SSD, in memory of their own."""
+        flat = torch.empty(count, dtype=chunk.dtype)
+        for place, piece, _ in self._blocks(chunk, offset, count):
+            flat[place : place + piece.numel()] = piece
+        return flat
+
+    def poke(self, chunk: Chunk, offset: int, values: torch.Tensor) -> None:
+        """Writes elements of the copy on SSD: for values by name, which are few or come once."""
+        assert self.ssd_space is not None
+        for place, piece, write in self._blocks(chunk, offset, values.numel()):
+            piece.copy_(values[place : place + piece.numel()])
+            write().wait()
+
+    def _blocks(
+        self, chunk: Chunk, offset: int, count: int
+    ) -> Iterator[tuple[int, torch.Tensor, Callable[[], Event]]]:
+        """Whole blocks that hold the elements [offset, offset + count), read: (place in the range, the range's elements
+        in them, what writes them back)."""
+        assert chunk.ssd is not None and self.ssd_space is not None, f"{chunk} has no copy on SSD"
+        disk, itemsize = self.ssd_space.disk, chunk.dtype.itemsize
+        for stored in chunk.ssd:
+            first, last = max(offset, stored.first), min(offset + count, stored.first + stored.count)
+            if first >= last:
+                continue
+            start = (first - stored.first) * itemsize // BLOCK * BLOCK
+            end = min(round_up((last - stored.first) * itemsize, BLOCK), stored.extent.nbytes - stored.offset)
+            memory = torch.empty(end - start, dtype=torch.uint8)
+            disk.read(stored.extent, [memory], stored.offset + start).wait()
+            skipped = (first - stored.first) * itemsize - start
+            piece = memory[skipped : skipped + (last - first) * itemsize].view(chunk.dtype)
+            yield first - offset, piece, partial(disk.write, stored.extent, [memory], stored.offset + start)
+
+    def save(self, chunk: Chunk) -> None:
+        """Starts taking the chunk from the tier next to SSD there; nothing is moved where SSD has it already."""
+        self.settle(chunk, host=True)
+        if chunk.pins and self.near == "device":
+            raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot go to SSD")
+        if chunk.ssd_valid:
+            self._close(chunk, self.near)
+            return
+        if not chunk.valid_on(self.near):
+            raise StateError(f"{chunk} has no payload on the {self.near} to save")
+        self._open(chunk, "ssd")
+        self._start(chunk, SSD_WRITE)
 
     def _start(self, chunk: Chunk, link: str) -> None:
-        assert chunk.device is not None and chunk.host is not None
         events: list[Event] = []
         chunk.move = (link, events)
+        self.traffic.moved[link] += chunk.nbytes
+        if link in (SSD_READ, SSD_WRITE):
+            events += self._exchange(chunk, link)
+            return
+        assert chunk.device is not None and chunk.host is not None
         for fragment in chunk.host:
             part = chunk.device[fragment.start : fragment.start + fragment.memory.numel()]
-            pair = (part, fragment.memory) if link == "host_to_device" else (fragment.memory, part)
+            pair = (part, fragment.memory) if link == TO_DEVICE else (fragment.memory, part)
             events.append(self.backend.copy(*pair, link))
-        self.traffic.moved[link] += chunk.nbytes
+
+    def _exchange(self, chunk: Chunk, link: str) -> Iterator[Event]:
+        """Starts reading or writing each piece of the chunk, from or to wherever its memory is."""
+        assert chunk.ssd is not None and self.ssd_space is not None
+        disk = self.ssd_space.disk
+        act = disk.read if link == SSD_READ else disk.write
+        for stored in chunk.ssd:
+            memory = [
+                piece.view(torch.uint8) for _, piece in chunk.slices(self.near, stored.first, stored.count)
+            ]
+            yield act(stored.extent, memory, stored.offset)
 
     def settle(self, chunk: Chunk, host: bool = False) -> None:
-        """Ends a move under way. With `host` the host itself may read or write its copy afterwards."""
+        """Ends work and a move under way. With `host` the host itself may read or write its copy afterwards."""
+        if chunk.work is not None:
+            chunk.work.settle()
         if chunk.move is not None:
             link, events = chunk.move
-            arrived = "device" if link == "host_to_device" else "host"
+            left, arrived = self.ends_of(link)
             chunk.move = None
             try:
                 self._wait(events, link)
             except BaseException:
                 self._close(chunk, arrived)
                 raise
-            chunk.pending = events
-            if arrived == "device":
-                chunk.device_valid = True
-            else:
-                chunk.host_valid = True
-                self._close(chunk, "device")
+            if link in (TO_DEVICE, TO_HOST):
+                chunk.pending = events
+            chunk.mark(arrived, True)
+            if link in (TO_HOST, SSD_WRITE):
+                self._close(chunk, left)
         if host:
             for event in chunk.pending:
                 event.synchronize()
             chunk.pending = []
 
+    def ends_of(self, link: str) -> tuple[str, str]:
+        """Where a link's moves come from and where they go."""
+        ends = {TO_DEVICE: ("host", "device"), TO_HOST: ("device", "host"), SSD_READ: ("ssd", self.near)}
+        return ends.get(link, (self.near, "ssd"))
+
     def _wait(self, events: Sequence[Event], link: str) -> None:
         start = time.perf_counter()
-        for event in events:
-            event.wait()
+        failed: BaseException | None = None
+        for event in events:  # all of them: while one is under way its memory cannot be freed
+            try:
+                event.wait()
+            except Exception as error:
+                failed = failed or error
         self.traffic.stalls[link] += time.perf_counter() - start
+        if failed is not None:
+            raise failed
 
     def turn_back(self, chunk: Chunk) -> None:
         """The chunk is wanted on the device: a fetch is ended, an eviction leaves a clean pair behind."""
-        if chunk.move is not None and chunk.move[0] == "device_to_host":
-            _, events = chunk.move
+        if chunk.work is not None:
+            chunk.work.settle()
+        if chunk.move is not None and chunk.move[0] in (TO_HOST, SSD_WRITE):
+            link, events = chunk.move
             chunk.move = None
-            self._wait(events, "device_to_host")
-            chunk.pending = events
-            chunk.host_valid = True
+            try:
+                self._wait(events, link)
+            except BaseException:
+                self._close(chunk, self.ends_of(link)[1])
+                raise
+            if link == TO_HOST:
+                chunk.pending = events
+            chunk.mark(self.ends_of(link)[1], True)
         else:
             self.settle(chunk)
 
@@ -288,9 +352,9 @@ class ChunkStore:
         return [c for c in self.chunks.values() if c.move is not None and c.move[0] == link]
 
     def in_use(self, chunk: Chunk) -> bool:
-        """Pinned, or a tensor that we did not make still looks at the device copy (a running backward
-        operator, a view that somebody keeps)."""
-        if chunk.pins:
+        """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running
+        backward operator, a view that somebody keeps)."""
+        if chunk.pins or chunk.work is not None:
             return True
         return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases
 
@@ -302,12 +366,10 @@ class ChunkStore:
         device = 0
         for chunk in self.chunks.values():
             device += chunk.nbytes if chunk.device is not None else 0
-            if (chunk.device_valid and chunk.device is None) or (chunk.host_valid and chunk.host is None):
+            if any(chunk.valid_on(tier) and getattr(chunk, tier) is None for tier in TIERS):
                 raise IntegrityError(f"{chunk} is marked valid on a tier where it has no copy")
-            if chunk.move is None and not chunk.free:
-                stale = [
-                    t for t in ("device", "host") if getattr(chunk, t) is not None and not chunk.valid_on(t)
-                ]
+            if chunk.move is None and chunk.work is None and not chunk.free:
+                stale = [t for t in TIERS if getattr(chunk, t) is not None and not chunk.valid_on(t)]
                 if stale and chunk.kind != "param":
                     raise IntegrityError(f"{chunk} keeps a stale copy on {stale}")
             if chunk.pins and chunk.device is None:
@@ -316,3 +378,5 @@ class ChunkStore:
         if device > self.ledger.reserved["device"] or device > sum(tags.values()):
             raise IntegrityError(f"device copies hold {device} bytes, reserved are {sum(tags.values())}")
         self.host_space.check()
+        if self.ssd_space is not None:
+            self.ssd_space.check()

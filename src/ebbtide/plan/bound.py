@@ -25,6 +25,8 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
     total = sum(shape.state_bytes)
     if not total or not record.moments:
         return 0
+    if settings.ssd_beside_device:
+        return 2 * least_streamed(shape, record, settings)
     trained = [i for i, count in enumerate(shape.state_bytes) if count]
     away = sum(shape.parameter_bytes[i] + shape.gradient_bytes[i] for i in trained)
     rooms = [settings.device - moment.peak for moment in record.moments]
@@ -45,6 +47,16 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
     if settings.placement != "auto":
         return round(moved(0))
     return round(min(moved(total * step / STEPS) for step in range(STEPS + 1)))
+
+
+def least_streamed(shape: ModelShape, record: Record, settings: Settings) -> int:
+    """Where RAM is one tier with SSD beside it: bytes that do not fit at once in the fullest moment. In each iteration
+    they must be read once and, for all of it changes, written once."""
+    waiting = [0] * len(record.moments) if settings.in_backward else _waiting(shape, record)
+    fullest = max(
+        (moment.peak + held for moment, held in zip(record.moments, waiting, strict=True)), default=0
+    )
+    return max(0, fullest + sum(shape.parameter_bytes) + sum(shape.state_bytes) - settings.device)
 
 
 @dataclass(frozen=True)

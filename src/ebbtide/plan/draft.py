@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ebbtide.plan.activations import Away
@@ -9,6 +10,7 @@ from ebbtide.plan.hostside import HostSide, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.stage import stage_bytes, stored_bytes
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 
@@ -38,6 +40,12 @@ class Plan:
         """Bytes over all links in one iteration; what SSD streams is read and written, activations go and come."""
         activations = 2 * self.away.bytes * self.accumulate if self.away is not None else 0
         return self.residency.traffic + 2 * self.host.ssd_bytes + activations
+
+    def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
+        """Chunks whose state streams from SSD, in the order of their updates."""
+        last = {parameter_chunk[arrival.parameter]: arrival.moment for arrival in self.record.arrivals}
+        found = [chunk for chunk in last if self.homes[chunk] == "ssd"]
+        return sorted(found, key=(lambda chunk: (last[chunk], chunk)) if in_backward else None)
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,12 @@ def draft(
 ) -> Draft | None:
     """None where the device cannot even hold what lives there, or where more than `worth` bytes would move."""
     host = fill_host(shape, device, settings)
-    if worth is not None and _at_least(shape, record, device) + 2 * host.ssd_bytes > worth:
+    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
+    if worth is not None and least + 2 * host.ssd_bytes > worth:
         return None
     static = sum(shape.state_bytes[i] for i in device)
+    if settings.ssd_beside_device:
+        static += stage_bytes([shape.state_bytes[i] for i in host.ssd], shape.piece)
     pinned = settings.placement == "static"
     if pinned:
         static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
@@ -142,7 +153,12 @@ def draft(
 def _with_evicted(
     shape: ModelShape, settings: Settings, device: frozenset[int], host: HostSide, residency: Residency
 ) -> HostSide:
-    """What leaves the device for want of room is on the host beside what lives there, and keeps its place."""
+    """What leaves the device for want of room is on the host (or SSD) beside what lives there, and keeps its place."""
+    if settings.ssd_beside_device:
+        gone = {move.item for move in residency.moves if not move.fetch}
+        extra = sum(stored_bytes(shape.sizes[item], shape.piece) for item in gone)
+        needed = sum(stored_bytes(shape.state_bytes[i], shape.piece) for i in host.ssd) + extra
+        return replace(host, short=max(0, needed - settings.ssd))
     evicted = {move.item for move in residency.moves if not move.fetch and move.traffic}
     extra = 0
     for item in evicted:

@@ -11,13 +11,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from ebbtide.plan.books import Books
-from ebbtide.plan.hostside import STAGES
 from ebbtide.plan.job import Job, paced
 from ebbtide.plan.offload import NEAR
 from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.plan.simulate import Task, simulate
+from ebbtide.plan.stage import SLOTS
 from ebbtide.plan.uses import uses_of
 
 AHEAD = 2
@@ -271,7 +271,7 @@ class _Walk(Books):
             return
         state = self.shape.state_bytes[chunk]
         if home == "ssd":
-            after = [self.staged[-STAGES]] if len(self.staged) >= STAGES else [self.barrier]
+            after = [self.staged[-SLOTS]] if len(self.staged) >= SLOTS else [self.barrier]
             after.append(self.written.get(chunk, -1))
             ready.append(self.task(READ, self.rates.disk(state, True), after, place, state))
         waits = [*ready, self.main, self.compute if self.job.settings.in_backward else self.barrier]

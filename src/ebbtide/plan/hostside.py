@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.stage import stage_bytes, stored_bytes
 
-STAGES = 4
-"""Buffers that a stream from and to SSD takes on the host, each of the largest chunk's state."""
+TRANSIT = 2
+"""Of the largest chunk's parameters: room on the host for those that pass through it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class HostSide:
 def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> HostSide:
     """`device`: the chunks whose optimizer state lives on the device."""
     away = [i for i, count in enumerate(shape.state_bytes) if count and i not in device]
+    if settings.ssd_beside_device:
+        return _on_ssd(shape, away, settings)
     grads = _gradients(shape, away, settings)
     params = sum(shape.parameter_bytes[i] for i in away)
     if settings.placement == "static":
@@ -58,16 +61,23 @@ def _gradients(shape: ModelShape, away: list[int], settings: Settings) -> int:
     return 2 * max(sizes, default=0) if settings.in_backward else sum(sizes)
 
 
+def _on_ssd(shape: ModelShape, away: list[int], settings: Settings) -> HostSide:
+    """There is no host: all state that is not on the device is on SSD."""
+    states = [shape.state_bytes[i] for i in away]
+    stored = sum(stored_bytes(count, shape.piece) for count in states)
+    short = max(0, stored - settings.ssd)
+    return HostSide(False, frozenset(away), frozenset(), 0, sum(states), short, "ssd")
+
+
 def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, settings: Settings) -> HostSide:
-    stage = STAGES * max((shape.state_bytes[i] for i in away), default=0)
-    left = settings.host - stage - grads - params
+    left = settings.host - stage_bytes([shape.state_bytes[i] for i in away], shape.piece) - grads - params
     held_params: list[int] = []
-    streamed = 0
+    if left < 0:
+        left -= TRANSIT * max((shape.parameter_bytes[i] for i in away), default=0)
     for i in reversed(away):
         if left >= 0:
             break
         left += shape.parameter_bytes[i]
-        streamed += shape.parameter_bytes[i]
         held_params.append(i)
     if left < 0:
         return HostSide(False, frozenset(), frozenset(), settings.host, 0, -left)
@@ -77,8 +87,7 @@ def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, setti
             left -= shape.state_bytes[i]
         else:
             ssd.add(i)
-            streamed += shape.state_bytes[i]
-    short = max(0, streamed - settings.ssd)
-    return HostSide(
-        False, frozenset(ssd), frozenset(held_params), settings.host - left, streamed, short, "ssd"
-    )
+    streamed = [shape.state_bytes[i] for i in ssd] + [shape.parameter_bytes[i] for i in held_params]
+    short = max(0, sum(stored_bytes(count, shape.piece) for count in streamed) - settings.ssd)
+    host = settings.host - left
+    return HostSide(False, frozenset(ssd), frozenset(held_params), host, sum(streamed), short, "ssd")

@@ -17,6 +17,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.plan.draft import Draft, Plan, draft
 from ebbtide.plan.hostside import HostSide
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.stage import stage_bytes
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
@@ -57,6 +58,8 @@ QUICK = 20_000
 def _ladder(shape: ModelShape, record: Record, settings: Settings) -> list[int]:
     levels = levels_of(shape, record, settings)
     least = least_room(levels, shape.sizes, uses_of(shape, record, settings, frozenset()))
+    if settings.ssd_beside_device:
+        least += stage_bytes(shape.state_bytes, shape.piece)
     if least <= 0 or settings.device < least:
         return []
     most = max(levels) + sum(shape.sizes) + sum(shape.state_bytes)
@@ -143,7 +146,7 @@ class _Search:
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:
     levels = levels_of(shape, record, settings)
-    alone = not settings.host and not settings.ssd
+    alone = settings.alone
     if worst is not None and not worst.residency.short and not alone:
         return _host_refusal(worst.host, settings)
     uses = uses_of(shape, record, settings, frozenset())
@@ -152,6 +155,8 @@ def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft
         held = sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
         gradients = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
         least = held + least_room(levels, shape.sizes, gradients)
+    if settings.ssd_beside_device:
+        least += stage_bytes(shape.state_bytes, shape.piece)
     if worst is not None:
         least = max(least, settings.device + worst.residency.short)
     if alone and settings.device >= least:  # there is no other tier: all of it must be here at once

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ebbtide.plan.stage import piece_bytes
+
 PARAM, GRAD, WHOLE, WHOLE_GRAD = "param", "grad", "whole", "whole-grad"
 
 
@@ -49,6 +51,11 @@ class ModelShape:
         """The item that a gathered item is made from."""
         return {2 * self.chunks + i: i for i in self.shared}
 
+    @cached_property
+    def piece(self) -> int:
+        """Bytes of state that stream from SSD at once."""
+        return piece_bytes(sum(self.parameter_bytes))
+
     def used(self, chunk: int) -> int:
         """The item that must be on the device to compute with a chunk."""
         return 2 * self.chunks + chunk if chunk in self.shared else chunk
@@ -66,6 +73,16 @@ class Settings:
     take_over: bool = False
     """Gradients take the parameter's space (separate master) where one accumulation was seen."""
     ssd: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Nothing can leave the device."""
+        return not self.host and not self.ssd
+
+    @property
+    def ssd_beside_device(self) -> bool:
+        """The device is RAM and there is no other: what is on SSD is updated on the device."""
+        return not self.host and self.ssd > 0
 
 
 def update_bytes(shape: ModelShape, master: str) -> tuple[int, ...]:

@@ -39,7 +39,8 @@ def least_room(levels: Sequence[int], sizes: Sequence[int], uses: Sequence[Use])
 
 def uses_of(shape: ModelShape, record: Record, settings: Settings, device: frozenset[int]) -> list[Use]:
     """`device`: the chunks whose optimizer state lives there."""
-    return _Builder(shape, record, settings, device).build()
+    updated = frozenset(range(shape.chunks)) if settings.ssd_beside_device else device
+    return _Builder(shape, record, settings, device, updated).build()
 
 
 @dataclass
@@ -50,6 +51,8 @@ class _Builder:
     record: Record
     settings: Settings
     device: frozenset[int]
+    updated: frozenset[int]
+    """Chunks that are updated on the device, wherever their state lives."""
     raw: list[Use] = field(default_factory=list)
     last_use: dict[int, int] = field(default_factory=dict)
     """By item."""
@@ -100,11 +103,18 @@ class _Builder:
         self._slice_uses(chunk, [moments[-1] for moments in passes], created=True)
 
     def _slice_uses(self, chunk: int, moments: list[int], created: bool = False) -> None:
-        at_home = chunk in self.device
+        at_home = chunk in self.updated
         own_space = not self.settings.take_over
-        if self.settings.in_backward and at_home:
+        if self.settings.in_backward and chunk in self.device:
             for j in moments:
                 self._use(Use(chunk, j, j, writes=True))
+            return
+        if self.settings.in_backward and at_home:
+            for place, j in enumerate(moments):
+                end = FREE if place == len(moments) - 1 else KEEP
+                target = chunk + self.shape.chunks
+                self._use(Use(target, j, j, creates=place == 0, writes=True, after=end))
+            self._use(Use(chunk, moments[-1], moments[-1], writes=True))
             return
         target = chunk + self.shape.chunks if own_space else chunk
         for place, j in enumerate(moments):
@@ -127,18 +137,18 @@ class _Builder:
             if (
                 use.item == self.shape.used(chunk)
                 and chunk in arrivals
-                and (gathered or chunk not in self.device)
+                and (gathered or chunk not in self.updated)
                 and use.last == self.last_use[use.item]
                 and use.after == KEEP
             ):
                 fresh = self._fresh(chunk, max(use.last, arrivals[chunk][-1][-1]))
-                after = FREE if chunk in self.device else STALE
+                after = FREE if chunk in self.updated else STALE
                 self.raw[place] = replace(use, after=after, fresh=fresh)
 
     def _updates(self, arrivals: dict[int, list[list[int]]]) -> None:
         chunks = self.shape.chunks
         for chunk in sorted(arrivals):
-            if chunk not in self.device:
+            if chunk not in self.updated:
                 continue
             j = self.total + chunk
             self.raw.append(Use(chunk, j, j, writes=True))

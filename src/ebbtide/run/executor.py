@@ -10,21 +10,24 @@ while its storage has more users than we gave it; the next event finds it releas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
 
+from ebbtide.backend import Event
 from ebbtide.errors import BudgetError
 from ebbtide.intercept import Unit
 from ebbtide.intercept.kept import Kept
-from ebbtide.memory.chunks import Chunk
+from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.evict import NEVER, Candidate, choose
 from ebbtide.plan.residency import next_use
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
 from ebbtide.run.activations import Activations
+from ebbtide.run.jobs import Updater
 from ebbtide.run.model import Handle, ModelData
 from ebbtide.tracing.live import Recorder
 from ebbtide.units import format_size
@@ -33,9 +36,9 @@ IDLE, RUNNING, REVERSING = "idle", "forward", "backward"
 
 
 class Executor:
-    """The interceptor's observer. `on_gradient` is told of each gradient, after its moment has begun."""
+    """The interceptor's observer."""
 
-    def __init__(self, data: ModelData, eviction: str, on_gradient: Callable[[int], None]) -> None:
+    def __init__(self, data: ModelData, eviction: str, updater: Updater) -> None:
         self.data = data
         self.store = data.store
         self.ledger = data.store.ledger
@@ -53,8 +56,14 @@ class Executor:
         """Called before a run is used: gradients may have taken its parameters' space."""
         self.activations: Activations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
+        self.on_gradient: Callable[[int], None] = lambda parameter: None
+        """Told of each gradient, after its moment has begun."""
+        self.updater = updater
+        self.guarded: set[Chunk] = set()
+        """Chunks that somebody is about to use: they do not leave for another's sake."""
+        self._wanted: list[tuple[Chunk, bool]] = []
+        """Moves that the plan has for chunks that are being updated: (chunk, whether it comes)."""
         self._eviction = eviction
-        self._on_gradient = on_gradient
         self._last = [-1] * len(data.layout.chunks)
         self._clock = 0
         self._reversing: list[int] = []
@@ -119,7 +128,7 @@ class Executor:
             self._tick(event(GRADIENT, parameter))
             if self.recorder is not None:
                 self.recorder.arrival(parameter)
-            self._on_gradient(parameter)
+            self.on_gradient(parameter)
 
     def updating(self, index: int) -> None:
         """The update of a chunk begins."""
@@ -162,6 +171,7 @@ class Executor:
         """The next moment: release what backward has done with, then do what the plan has for it."""
         if self._reversing:
             self._sweep()
+        self._catch_up()
         self._clock += 1
         if self.phase == IDLE and what % 4 != UPDATE:
             return
@@ -173,6 +183,14 @@ class Executor:
             self.activations.moment()
         if self.on_track:
             self._follow(what)
+
+    def _catch_up(self) -> None:
+        """Ends the updates that are over, and starts the moves that waited for them."""
+        self.updater.collect()
+        if self._wanted:
+            wanted, self._wanted = self._wanted, []
+            for chunk, fetch in wanted:
+                self._start(chunk, fetch, 0)
 
     def _follow(self, what: int) -> None:
         plan = self.plan
@@ -219,18 +237,40 @@ class Executor:
 
     def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
         """One of the plan's moves: a hint, left undone where the state of things is another."""
-        if chunk is None or chunk.move is not None:
+        if chunk is None:
             return
-        if fetch:
-            if chunk.host_valid and not chunk.device_valid and self._has_room(chunk.nbytes + rise):
-                self.store.fetch(chunk)
+        if chunk.work is not None or self._loading(chunk):
+            self._wanted.append((chunk, fetch))
+        elif chunk.move is not None:
+            return
+        elif fetch:
+            self._start_fetch(chunk, rise)
         elif chunk.device_valid and not self.store.in_use(chunk):
             self._evict(chunk)
+
+    def _loading(self, chunk: Chunk) -> bool:
+        """Whether the chunk is on its way from SSD to the host; a load that is over is ended."""
+        if chunk.move is None or chunk.move[0] != SSD_READ or self.store.near == "device":
+            return False
+        if all(event.done() for event in chunk.move[1]):
+            self.store.settle(chunk)
+        return chunk.move is not None
+
+    def _start_fetch(self, chunk: Chunk, rise: int) -> None:
+        if chunk.device_valid:
+            return
+        if chunk.host_valid or (chunk.ssd_valid and self.store.near == "device"):
+            if self._has_room(chunk.nbytes + rise):
+                self.store.fetch(chunk)
+        elif chunk.ssd_valid and self.ledger.room("host") >= self.store.room_needed(chunk, "host"):
+            self.store.load(chunk)
+            self._wanted.append((chunk, True))
 
     def _has_room(self, needed: int) -> bool:
         if self.ledger.room("device") >= needed or self._hurry(needed):
             return True
-        for leaving in self.store.moving("device_to_host"):
+        link = SSD_WRITE if self.store.near == "device" else TO_HOST
+        for leaving in self.store.moving(link):
             self.store.settle(leaving)
             if self.ledger.room("device") >= needed:
                 return True
@@ -305,9 +345,10 @@ class Executor:
             with torch.inference_mode(False):
                 self.bring(chunk)
             return
-        if chunk.move is not None:
+        if chunk.move is not None or chunk.work is not None:
             self.store.turn_back(chunk)
         if not chunk.device_valid:
+            self._load(chunk)
             self.make_room(self.store.room_needed(chunk, "device"))
             self.store.fetch(chunk)
             self.store.settle(chunk)
@@ -316,13 +357,60 @@ class Executor:
             if not self.data.bound[chunk.index]:
                 self.data.bind(chunk.index)
 
-    def to_host(self, chunk: Chunk) -> None:
-        """Makes the chunk's host copy valid and quiet, for an update on the host."""
+    def _load(self, chunk: Chunk) -> None:
+        """What is on SSD only comes to the host, where there is one."""
+        if self.store.near == "host" and chunk.ssd_valid and not chunk.host_valid:
+            self.make_host_room(self.store.room_needed(chunk, "host"))
+            self.store.load(chunk)
+            self.store.settle(chunk)
+
+    @contextmanager
+    def placed(self, chunk: Chunk, tier: str) -> Iterator[None]:
+        """Makes a chunk's copy on `tier` valid, quiet on the host, and keeps it there meanwhile."""
+        if tier == "device":
+            self.hold(chunk)
+            try:
+                yield
+            finally:
+                chunk.pins -= 1
+        else:
+            self.toward_host(chunk)
+            self.store.settle(chunk, host=True)
+            yield
+
+    @contextmanager
+    def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """None of the chunks makes room for another meanwhile."""
+        before, self.guarded = self.guarded, {*self.guarded, *chunks}
+        try:
+            yield
+        finally:
+            self.guarded = before
+
+    def toward_host(self, chunk: Chunk) -> list[Event]:
+        """Starts making the chunk's host copy valid: what must be over before the host itself touches it."""
         if chunk.kind == "param":
             self.data.notice_writes(chunk.index)
+        if chunk.work is not None or (chunk.move is not None and chunk.move[0] in (TO_DEVICE, SSD_WRITE)):
+            self.store.turn_back(chunk)
         if not chunk.host_valid and chunk.move is None:
-            self._evict(chunk)
-        self.store.settle(chunk, host=True)
+            if chunk.device_valid:
+                self._evict(chunk)
+            else:
+                self.make_host_room(self.store.room_needed(chunk, "host"))
+                self.store.load(chunk)
+        return chunk.move[1] if chunk.move is not None else chunk.pending
+
+    def put_away(self, chunk: Chunk) -> None:
+        """A parameter is about to be updated beside the computation: nobody is to see it meanwhile, and where the host
+        updates it, its device copy goes. Not where it is pinned: then its user waits."""
+        if chunk.device is None or chunk.pins:
+            return
+        if self.store.near == "device":
+            self.data.unbind(chunk.index)
+        elif chunk.move is None:
+            self.data.unbind(chunk.index)
+            self.store.drop(chunk, "device")
 
     def leave_stale(self, chunk: Chunk) -> None:
         """A parameter was updated on the host: its device copy goes, or is filled again where it is pinned."""
@@ -337,22 +425,42 @@ class Executor:
 
     def allocate(self, chunk: Chunk, tier: str) -> None:
         """First payload of an optimizer-state chunk: zeros."""
-        if tier == "device":
-            self.make_room(self.store.room_needed(chunk, tier))
+        self.make_room_on(tier, chunk)
         self.store.allocate(chunk, tier, zero=True)
 
     def go_home(self, chunk: Chunk, tier: str) -> None:
         """Moves an optimizer-state chunk to where the plan wants it."""
         if chunk.free or chunk.valid_on(tier):
             return
-        if tier == "device":
-            self.make_room(chunk.nbytes)
+        near = self.store.near
+        if tier == "ssd":
+            if not chunk.valid_on(near):
+                self.go_home(chunk, near)
+            self.store.save(chunk)
+        elif chunk.ssd_valid and tier != near:
+            self.go_home(chunk, near)
+            self.go_home(chunk, tier)
+        elif chunk.ssd_valid:
+            self.make_room_on(tier, chunk)
+            self.store.load(chunk)
+            self.store.settle(chunk)
+            self.store.drop(chunk, "ssd")
+        elif tier == "device":
+            self.make_room_on(tier, chunk)
             self.store.fetch(chunk)
             self.store.settle(chunk)
             self.store.drop(chunk, "host")
         else:
+            self.make_room_on("host", chunk)
             self.store.evict(chunk)
-            self.store.settle(chunk)
+        self.store.settle(chunk)
+
+    def make_room_on(self, tier: str, chunk: Chunk) -> None:
+        needed = self.store.room_needed(chunk, tier)
+        if tier == "device":
+            self.make_room(needed)
+        else:
+            self.make_host_room(needed)
 
     # -- room -----------------------------------------------------------------------------------------
 
@@ -361,7 +469,7 @@ class Executor:
         if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
             return
         others = [peer for peer in self.peers if peer is not self]
-        for attempt in ("leaving", "evict", "arriving", "evict"):
+        for attempt in ("leaving", "evict", "updates", "arriving", "evict"):
             for peer in (*others, self):
                 short = needed - self.ledger.room("device")
                 if short <= 0:
@@ -399,6 +507,37 @@ class Executor:
         self.ledger.set_level("device", level)
         return needed <= self.ledger.room("device")
 
+    def make_host_room(self, needed: int) -> None:
+        """Frees host memory where there is SSD: copies of parameters that are elsewhere, then parameters themselves,
+        those of the farthest next use first. What is short after that, the reservation will say."""
+        if needed <= self.ledger.room("host"):
+            return
+        self.updater.collect()
+        for attempt in ("spare", "updates", "spill"):
+            for chunk in sorted(self._host_copies(), key=self._distance, reverse=True):
+                if needed <= self.ledger.room("host"):
+                    return
+                if chunk.ssd_valid or chunk.device_valid:
+                    self.store.drop(chunk, "host")
+                elif attempt == "spill" and self.store.ssd_space is not None:
+                    self.store.save(chunk)
+                    self.store.settle(chunk)
+            while attempt == "updates" and needed > self.ledger.room("host"):
+                if not self.updater.settle_oldest():
+                    break
+
+    def _host_copies(self) -> list[Chunk]:
+        """Of parameters, and left alone."""
+        return [
+            c
+            for c in self.store.chunks.values()
+            if c.kind == "param"
+            and c.host is not None
+            and c.move is None
+            and c.work is None
+            and c not in self.guarded
+        ]
+
     def _when(self) -> str:
         return f" at moment {self.position} of the {self.phase} pass" if self.phase != IDLE else ""
 
@@ -410,9 +549,15 @@ class Executor:
                 self._evict(chunk)
                 self.store.settle(chunk)
             return
-        link = "device_to_host" if attempt == "leaving" else "host_to_device"
-        for chunk in self.store.moving(link):
-            self.store.settle(chunk)
+        if attempt == "updates":
+            before = self.ledger.reserved["device"]
+            while before - self.ledger.reserved["device"] < short and self.updater.settle_oldest():
+                continue
+            return
+        links = (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ)
+        for link in links:
+            for chunk in self.store.moving(link):
+                self.store.settle(chunk)
 
     def victims(self, short: int) -> list[Chunk]:
         """The chunks that should leave so that `short` bytes become free."""
@@ -422,6 +567,7 @@ class Executor:
             if c.kind in ("param", "grad")
             and c.device is not None
             and c.move is None
+            and c not in self.guarded
             and not self.store.in_use(c)
         ]
         candidates = []
@@ -443,5 +589,7 @@ class Executor:
             self.data.unbind(chunk.index)
         if not chunk.device_valid and chunk.move is None:
             self.store.drop(chunk, "device")
-        else:
-            self.store.evict(chunk)
+            return
+        if self.store.near == "host" and not chunk.host_valid and not chunk.ssd_valid:
+            self.make_host_room(self.store.room_needed(chunk, "host"))
+        self.store.evict(chunk)

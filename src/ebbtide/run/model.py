@@ -8,7 +8,7 @@ costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from ebbtide.errors import StateError, UnsupportedError
 from ebbtide.intercept import ParameterRun
 from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
-from ebbtide.memory.chunks import TORCH_DTYPES, Chunk, ChunkStore, aligned
+from ebbtide.memory.chunk import TORCH_DTYPES, Chunk, Slices, cut
+from ebbtide.memory.chunks import ChunkStore
 from ebbtide.run.source import replace
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -230,13 +231,32 @@ class ModelData:
         for chunk in found:
             if chunk is not None and not chunk.free:
                 self.store.settle(chunk, host=True)
-                copies.append((chunk, "host" if chunk.host_valid else "device"))
+                copies.append((chunk, next(t for t in ("host", "device", "ssd") if chunk.valid_on(t))))
         return copies
+
+    def _rows(self, member: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """The parameter's elements in all its copies; what is on SSD is read."""
+        place = self.places[member]
+        parts: list[Slices] = [
+            [(0, self.store.peek(chunk, place.offset, place.numel))]
+            if tier == "ssd"
+            else list(chunk.slices(tier, place.offset, place.numel))
+            for chunk, tier in self._copies(member)
+        ]
+        return cut(parts, place.numel)
 
     def store_value(self, member: int, value: torch.Tensor, kernels: Kernels) -> None:
         """Writes a parameter's value (dense, in storage order) into parameter and master, where they are."""
         place = self.places[member]
-        for start, row in aligned(self._copies(member), place.offset, place.numel):
+        copies = self._copies(member)
+        changed = {
+            chunk: torch.empty(place.numel, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"
+        }
+        parts: list[Slices] = [
+            [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, place.offset, place.numel))
+            for chunk, tier in copies
+        ]
+        for start, row in cut(parts, place.numel):
             part = value[start : start + row[0].numel()]
             if len(row) == 1:
                 row[0].copy_(part)
@@ -246,12 +266,14 @@ class ModelData:
             for piece, value_there in zip(row, held, strict=True):
                 if piece is not value_there:
                     piece.copy_(value_there)
+        for chunk, flat in changed.items():
+            self.store.poke(chunk, place.offset, flat)
 
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""
         place = self.places[member]
         flat = torch.empty(place.numel, dtype=torch.float32)
-        for start, row in aligned(self._copies(member), place.offset, place.numel):
+        for start, row in self._rows(member):
             target = flat[start : start + row[0].numel()]
             target.copy_(row[0] if len(row) == 1 else kernels.join(row[0].cpu(), row[1].cpu()))
         return flat.as_strided(place.shape, place.stride)

@@ -7,7 +7,7 @@ planned; it knows nothing of configs, files or users.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from ebbtide.backend import Backend
 from ebbtide.config import Config
+from ebbtide.disk.space import DiskSpace
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import build_layout, unit_elements
@@ -31,13 +32,16 @@ from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
+from ebbtide.plan.stage import stage_bytes
 from ebbtide.record import Record
 from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
 from ebbtide.run.hosted import HostModules
+from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.source import Source, replace
+from ebbtide.run.streaming import Streaming
 from ebbtide.run.traces import Known, Traces
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
@@ -57,6 +61,7 @@ class Session:
         kernels: Mapping[str, Kernels],
         peers: WeakSet[Executor],
         source: Source | None = None,
+        disk: DiskSpace | None = None,
     ) -> None:
         self.module, self.config, self.backend, self.ledger = module, config, backend, ledger
         parameters, runs, units = find_units(module, list(choice.managed.values()))
@@ -65,21 +70,22 @@ class Session:
         specs = specs_of(names, parameters, [choice.dtypes[n] for n in names])
         size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
         self.layout = build_layout(specs, config.layout, size)
-        self.store = ChunkStore(self.layout, backend, ledger)
+        self.store = ChunkStore(self.layout, backend, ledger, disk)
         self.data = ModelData(names, parameters, runs, self.layout, self.store, config.resolved_master)
+        self.executor = Executor(self.data, config.eviction, Updater(background=config.prefetch))
         self.updates = Updates(
-            self.data, RULES[config.optimizer.name], kernels, [], config.updates == "in-backward"
+            self.data, RULES[config.optimizer.name], kernels, self.executor, config.updates == "in-backward"
         )
         self.updates.stop_nonfinite = config.nonfinite == "stop"
         self.updates.norm_wanted = config.clip is not None or config.precision == "fp16"
         self.updates.add_chunks()
-        self.executor = Executor(self.data, config.eviction, self.updates.capture)
-        self.executor.reclaim = self.updates.reclaim
+        self.executor.on_gradient = self.updates.capture
+        self.executor.reclaim = self.updates.taken.reclaim
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
-        self.updates.kept.enabled = backend.kind == "cpu" and ledger.budgets["host"] == 0
+        self.updates.kept.enabled = backend.kind == "cpu" and self._alone()
         self.updates.kept.claimed = self._claim
-        self.updates.executor = self.executor
         self.executor.peers = peers
+        self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
         self._reserve_hosted(choice)
         self.shape = self._shape()
@@ -100,6 +106,7 @@ class Session:
             and config.accumulate == 1
             and config.updates == "exact"
             and config.placement != "static",
+            ssd=self.budget("ssd"),
         )
         if config.offload_activations != OFF:
             self.executor.activations = Activations(
@@ -123,6 +130,10 @@ class Session:
 
     # -- setting up -----------------------------------------------------------------------------------
 
+    def _alone(self) -> bool:
+        """Whether the device is the only tier: nothing can leave it."""
+        return not self.ledger.budgets["host"] and not self.ledger.budgets["ssd"]
+
     def budget(self, tier: str) -> int:
         """What other engines on the same tier leave of the budget."""
         others = [peer for peer in self.executor.peers if peer is not self.executor]
@@ -130,7 +141,7 @@ class Session:
             c.nbytes
             for peer in others
             for c in peer.store.chunks.values()
-            if (c.host if tier == "host" else c.device) is not None and c.kind not in ("param", "grad")
+            if getattr(c, tier) is not None and c.kind not in ("param", "grad")
         )
         return self.ledger.budgets[tier] - self.ledger.tags[tier].get("host modules", 0) - taken
 
@@ -178,22 +189,38 @@ class Session:
         """Moves the user's values, or the source's, into chunks, one chunk at a time."""
         kernels = self.updates.kernels["host"]
         for index, members in enumerate(self.data.members):
-            tier = self._first_home(index)
-            self.updates.homes.append(tier)
+            home = self._first_home(index)
+            self.updates.homes.append(home)
             param = self.data.parameter_chunk(index)
+            tier = self.store.near if home == "ssd" else home
+            self.executor.make_room_on(tier, param)
             self.store.allocate(param, tier)
             master = self.store.chunks.get(("master", index))
-            if master is not None:
-                self.store.allocate(master, tier, zero=True)
+            if master is not None and home == "ssd":
+                self.store.reserve_ssd(master)
+                master.mark("ssd", True)
+            elif master is not None:
+                self.executor.allocate(master, home)
             for member in members:
                 self.data.store_value(member, self._first_value(member, source), kernels)
                 self.data.release_original(member)
             if tier == "device":
                 self.data.bind(index)
+        self._open_streaming(self._on_ssd())
         if source is not None:
             source.fill()
         self.unmanaged.take_over(choice)
-        self.ledger.set_level("device", self.first_level(), guess=True)
+        self.executor.raise_level(self.first_level(), guess=True)
+
+    def _open_streaming(self, chunks: Sequence[int]) -> None:
+        on_ssd = [index for index in chunks if self.shape.state_bytes[index]]
+        near = self.store.near
+        self.streaming.open(
+            on_ssd, self.executor.make_room if near == "device" else self.executor.make_host_room
+        )
+
+    def _on_ssd(self) -> list[int]:
+        return [i for i, home in enumerate(self.updates.homes) if home == "ssd"]
 
     def _first_value(self, member: int, source: Source | None) -> torch.Tensor:
         value = None if source is None else source.value(self.data.names[member])
@@ -221,22 +248,30 @@ class Session:
         _release(self.store)
 
     def _first_home(self, index: int) -> str:
-        """Before there is a plan: the host where it has room for all of the chunk's bytes, else the device."""
-        shape = self.shape
+        """Before there is a plan: the host where it has room for all of the chunk's bytes, else SSD, else the device.
+        Where there is SSD and no host, the device keeps half of its budget for what is not known yet."""
+        shape, budgets = self.shape, self.ledger.budgets
+        first = self.store.near if budgets["ssd"] else "host"
         needed = shape.parameter_bytes[index] + shape.gradient_bytes[index] + shape.state_bytes[index]
         held = sum(
-            shape.parameter_bytes[i] + shape.gradient_bytes[i] + shape.state_bytes[i]
+            shape.parameter_bytes[i]
+            + (shape.gradient_bytes[i] + shape.state_bytes[i] if home == first else 0)
             for i, home in enumerate(self.updates.homes)
-            if home == "host"
+            if home == first or (home == "ssd" and first == "host")
         )
         page = 2 * self.layout.unit * 4 if self.layout.cut == "page" else 0
-        return "host" if held + needed + page <= self.ledger.budgets["host"] else "device"
+        room = budgets[first] // 2 if first == "device" else budgets[first]
+        if budgets["ssd"]:
+            room -= stage_bytes(shape.state_bytes, shape.piece) + 2 * max(shape.parameter_bytes)
+        if held + needed + page <= room:
+            return first
+        return "ssd" if budgets["ssd"] else "device"
 
     def first_level(self) -> int:
-        """Without a trace: all but the warm-up share is left to non-model data, where there is a host."""
-        if self.ledger.budgets["host"] == 0:
+        """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""
+        if self._alone():
             return 0
-        states = sum(
+        states = self.ledger.tags["device"].get("staging", 0) + sum(
             chunk.nbytes
             for index, home in enumerate(self.updates.homes)
             if home == "device"
@@ -244,7 +279,7 @@ class Session:
         )
         room = int(self.ledger.budgets["device"] * self.config.warmup_share)
         largest = 2 * max(self.shape.parameter_bytes, default=0)
-        return max(0, self.ledger.budgets["device"] - max(room, largest, states))
+        return max(0, self.ledger.budgets["device"] - max(room, states + largest))
 
     # -- training passes ------------------------------------------------------------------------------
 
@@ -280,17 +315,24 @@ class Session:
             master = self.store.chunks.get(("master", index))
             if master is not None:
                 values = [(m, data.load_value(m, updates.kernels["host"])) for m in data.members[index]]
-                self.executor.allocate(master, updates.homes[index])
+                if updates.homes[index] == "ssd":
+                    self.store.reserve_ssd(master)
+                    master.mark("ssd", True)
+                else:
+                    self.executor.allocate(master, updates.homes[index])
                 for member, value in values:
                     data.store_value(member, dense(value), updates.kernels["host"])
+            if updates.homes[index] == "ssd":
+                self.streaming.close()
+                self._open_streaming(self._on_ssd())
         if woken:
             self.shape = self._shape()
             self.traces.replan(self.shape)
 
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update."""
-        if self.updates.taken:
-            self.updates.give_back()
+        if self.updates.taken.members:
+            self.updates.taken.give_back()
 
     def _learn_pending(self) -> None:
         if self._pending is not None:
@@ -328,7 +370,7 @@ class Session:
 
     def _imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
-        if self.ledger.budgets["host"] == 0 and self.config.device.memory == "auto":
+        if self._alone() and self.config.device.memory == "auto":
             return None
         data = self.data
         fake = FakeParameters(
@@ -361,30 +403,21 @@ class Session:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
         where the device could still hold it by demand: then the error says so at once."""
         plan = self.traces.plan(known)
-        if plan is self.executor.plan and self.updates.homes == list(plan.homes):
-            return plan
-        leaving = [
-            i for i, home in enumerate(plan.homes) if home == "host" and self.updates.homes[i] != "host"
-        ]
-        coming = [
-            i for i, home in enumerate(plan.homes) if home == "device" and self.updates.homes[i] != "device"
-        ]
-        self.executor.plan = None
-        self.ledger.set_level("device", 0)
-        for index in (*leaving, *coming):
-            for chunk in self.updates.state_chunks(index):
-                self.executor.go_home(chunk, plan.homes[index])
-            self.updates.homes[index] = plan.homes[index]
-        self.executor.raise_level(max(plan.levels, default=0))
+        if plan is not self.executor.plan or self.updates.homes != list(plan.homes):
+            self._move_home(plan)
+        self.streaming.expect(
+            plan.update_order(self.config.updates == "in-backward", self.shape.parameter_chunk)
+        )
         return plan
 
     def _spare_host(self, needed: int) -> None:
         """Parameters whose state lives on the device give up their copies on the host where that is wanted."""
+        self.executor.make_host_room(needed)
         for index, home in enumerate(self.updates.homes):
             chunk = self.data.parameter_chunk(index)
             if self.ledger.room("host") >= needed:
                 return
-            if home == "host" or chunk.host is None:
+            if home != "device" or chunk.host is None or chunk.work is not None:
                 continue
             if not chunk.device_valid and self.ledger.room("device") >= self.store.room_needed(
                 chunk, "device"
@@ -392,6 +425,28 @@ class Session:
                 self.executor.bring(chunk)
             if chunk.device_valid and chunk.move is None:
                 self.store.drop(chunk, "host")
+
+    def _move_home(self, plan: Plan) -> None:
+        homes = self.updates.homes
+        moving = [i for i, home in enumerate(plan.homes) if home != homes[i]]
+        self.executor.updater.flush()
+        self.executor.plan = None
+        restaged = any("ssd" in (homes[i], plan.homes[i]) for i in moving)
+        if restaged:
+            self.streaming.close()
+        leaving = [i for i in moving if plan.homes[i] != "device"]
+        for index in sorted(leaving, key=lambda i: plan.homes[i] != "ssd"):
+            self._move_state(index, plan.homes[index])
+        self.executor.raise_level(max(plan.levels, default=0))
+        if restaged:
+            self._open_streaming([i for i, home in enumerate(plan.homes) if home == "ssd"])
+        for index in moving:
+            self._move_state(index, plan.homes[index])
+
+    def _move_state(self, index: int, home: str) -> None:
+        for chunk in self.updates.state_chunks(index):
+            self.executor.go_home(chunk, home)
+        self.updates.homes[index] = home
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -467,6 +522,8 @@ class Session:
 
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
+        self.executor.updater.drop()
+        self.streaming.close()
         self.updates.kept.clear()
         if self.executor.activations is not None:
             self.executor.activations.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -77,7 +78,7 @@ def _is_dense(parameter: torch.Tensor) -> bool:
 
 
 def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
-    """Bytes of each tier. On a CPU both tiers are RAM: without a device budget there is one tier only."""
+    """Bytes of each tier. On a CPU device and host are RAM: without a device budget there is one of them only."""
     free, capacity = backend.available(), backend.capacity()
     device, host = config.device.memory, config.host.memory
     for tier, asked in (("device", device), ("host", host)):
@@ -89,14 +90,34 @@ def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
     if backend.kind == "cuda":
         device = int(free["device"] * (1 - MARGIN)) if device == "auto" else device
         host = int(free["host"] * (1 - MARGIN)) if host == "auto" else host
-    elif device == "auto" and config.placement != "auto" and host == "auto":
+    elif device == "auto" and config.placement != "auto" and host == "auto" and config.ssd.memory == 0:
         device = host = int(free["device"] * (1 - MARGIN)) // 2  # a named placement needs both tiers
     elif device == "auto":
         host = 0 if host == "auto" else host
         device = max(0, int(free["device"] * (1 - MARGIN)) - int(host))
     else:
         host = max(0, int(free["host"] * (1 - MARGIN)) - device) if host == "auto" else host
-    return {"device": int(device), "host": int(host)}
+    return {"device": int(device), "host": int(host), "ssd": _ssd_budget(config)}
+
+
+def _ssd_budget(config: Config) -> int:
+    """Where `auto` is asked for, what the folders have free, each of them as much as the others."""
+    if config.ssd.memory == 0:
+        return 0
+    if not config.ssd.folder:
+        raise ConfigError(
+            "ssd.folder: a folder is needed where ssd.memory is not 0; name one on a fast disk (--ssd-dir)"
+        )
+    if config.ssd.memory != "auto":
+        return int(config.ssd.memory)
+    free = []
+    for folder in config.ssd.folder:
+        try:
+            facts = os.statvfs(folder)
+        except OSError as error:
+            raise ConfigError(f"ssd.folder: {folder!r} cannot be used: {error.strerror}") from None
+        free.append(facts.f_bavail * facts.f_frsize)
+    return int(min(free) * len(free) * (1 - MARGIN))
 
 
 def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
@@ -105,11 +126,12 @@ def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
     short = needed - sum(room.values())
     if short > 0:
         raise BudgetError(
-            f"model data of {format_size(needed)} does not fit {format_size(room['device'])} of device and "
-            f"{format_size(room['host'])} of host memory: short by {format_size(short)}",
-            tier="host",
+            f"model data of {format_size(needed)} does not fit {format_size(room['device'])} of device, "
+            f"{format_size(room['host'])} of host and {format_size(room['ssd'])} of SSD memory: short by "
+            f"{format_size(short)}",
+            tier="ssd" if room["ssd"] else "host",
             short=short,
-            advice=f"raise host.memory or device.memory by {short} bytes, or take a smaller model",
+            advice=f"raise host.memory, device.memory or ssd.memory by {short} bytes, or take a smaller model",
         )
     short = largest - room["device"]
     if short > 0:
@@ -164,5 +186,3 @@ def refuse_unbuilt(config: Config) -> None:
             'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '
             'updates = "exact"'
         )
-    if config.ssd.memory != 0:
-        raise UnsupportedError("ssd.memory: the SSD tier is not built yet; set it to 0")

@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.backend import Backend, open_backend
 from ebbtide.config import Config
+from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import ConfigError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.executor import Executor
@@ -22,7 +23,13 @@ class Tiers:
 
     backend: Backend
     ledger: Ledger
+    disk: DiskSpace | None = None
     executors: WeakSet[Executor] = field(default_factory=WeakSet)
+
+    def close(self) -> None:
+        """Removes the files on SSD; the memory goes with its chunks."""
+        if self.disk is not None:
+            self.disk.close()
 
 
 _shared: dict[str, Tiers] = {}
@@ -32,8 +39,11 @@ def open_tiers(config: Config) -> Tiers:
     """Fresh tiers with the config's budgets."""
     backend = open_backend(config.device.kind, config.poison)
     budgets = resolve_budgets(config, backend)
+    disk = None
+    if budgets["ssd"]:
+        disk = DiskSpace(config.ssd.folder, budgets["ssd"], checksums=config.ssd.checksums)
     backend.limit(budgets["device"])
-    return Tiers(backend, Ledger(budgets))
+    return Tiers(backend, Ledger(budgets), disk)
 
 
 def shared_tiers(config: Config) -> Tiers:
@@ -45,9 +55,12 @@ def shared_tiers(config: Config) -> Tiers:
     if tiers is not None and tiers.executors:
         gc.collect()  # an engine that nobody holds any more gives its memory back
     if tiers is None or not tiers.executors:
+        if tiers is not None:
+            tiers.close()
         tiers = _shared[kind] = open_tiers(config)
         return tiers
-    for tier, asked in (("device", config.device.memory), ("host", config.host.memory)):
+    asked_of = {"device": config.device.memory, "host": config.host.memory, "ssd": config.ssd.memory}
+    for tier, asked in asked_of.items():
         if asked not in ("auto", tiers.ledger.budgets[tier]):
             raise ConfigError(
                 f"{tier}.memory: another engine in this process has {tiers.ledger.budgets[tier]} bytes, this one asks "

@@ -60,7 +60,7 @@ def gradient(session: Session, name: str) -> torch.Tensor | None:
     if member in updates.kept:
         return updates.kept[member].to("cpu", torch.float32, copy=True).div_(session.config.accumulate)
     place = session.data.places[member]
-    chunk = session.store.chunks["param" if member in updates.taken else "grad", place.chunk]
+    chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
     session.store.settle(chunk, host=True)
     tier = "host" if chunk.host_valid else "device"
     flat = torch.empty(place.numel)

@@ -1,0 +1,222 @@
+"""State on SSD against the bound: how near a step comes to what the disk or the cores must do.
+
+RAM is one tier; its budget leaves a share of the optimizer state to the disk. Every engine runs in a process of its own,
+in turn with a process that does forward and backward alone, so that both see the same machine. All ceilings are
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ebbtide.bench.steps import LR, Ours, drawn_quickly, tokens
+from ebbtide.doctor import disk as disks
+from ebbtide.doctor.memory import streams, update
+from ebbtide.memory.heap import keep_freed_memory
+from ebbtide.models import find_model
+from ebbtide.plan.bound import least_streamed
+from ebbtide.plan.shape import update_bytes
+
+MODELS = ("gpt2-350m", "gpt2-1b")
+SHARES = (0.5, 0.9)
+WARM_UP = 3
+GB = 10**9
+
+
+def run(
+    models: tuple[str, ...] = MODELS,
+    shares: tuple[float, ...] = SHARES,
+    seq: int = 256,
+    repeats: int = 5,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        report("measuring the disk and the memory")
+        ceilings = _ceilings(Path(scratch))
+        rows = []
+        for model in models:
+            for share in shares:
+                report(f"{model}, {share:.0%} of its optimizer state on SSD")
+                rows.append(_row(model, share, seq, repeats, Path(scratch), ceilings))
+    return {"seq": seq, "batch": 1, "repeats": repeats, "ceilings": ceilings, "rows": rows}
+
+
+def _ceilings(folder: Path) -> dict[str, float]:
+    threads = torch.get_num_threads()
+    disk = disks.measure(folder, 4 * GB, 3, 2.0)
+    return {
+        "disk_read": disk.read,
+        "disk_write": disk.write,
+        "disk_mixed": disk.mixed,
+        "memory_add": streams(threads, 1 << 28, 5)["add"],
+        "update": update(threads, 20_000_000, 5),
+    }
+
+
+def _row(
+    model: str, share: float, seq: int, repeats: int, folder: Path, ceilings: Mapping[str, float]
+) -> dict[str, Any]:
+    config = {"updates": "in-backward", **_budgets(model, share, seq, folder, held_gradients=False)}
+    row: dict[str, Any] = {"model": model, "share_on_ssd": share, "budget_bytes": config["device"]["memory"]}
+    row |= _against(model, seq, config, repeats, ceilings, clipped=False)
+    on_demand = _against(model, seq, config | {"prefetch": False}, repeats, ceilings, clipped=False)
+    row["without_prefetch"] = {
+        "step_seconds": on_demand["step_seconds"],
+        "ratio": on_demand["relative"] / row["relative"],
+    }
+    clipping = {"clip": 1.0, **_budgets(model, share, seq, folder, held_gradients=True)}
+    row["with_clipping"] = _against(model, seq, clipping, repeats, ceilings, clipped=True)
+    return row
+
+
+def _budgets(model: str, share: float, seq: int, folder: Path, held_gradients: bool) -> dict[str, Any]:
+    """RAM for parameters, activations and what is not on SSD of the state, gradients that wait for the norm included."""
+    from ebbtide.tracing.alone import trace
+
+    module = find_model(model).on_meta()
+    batch = {key: value.to("meta") for key, value in tokens(model, 1, seq).items()}
+    seen = trace(module, batch, torch.bfloat16)
+    count = sum(spec.numel for spec in seen.tensors)
+    kept = round((1 - share) * 10 * count)
+    device = seen.record.peak + (4 if held_gradients else 2) * count + kept
+    ssd = {"folder": str(folder), "memory": 11 * count + 4 * GB}
+    return {"device": {"kind": "cpu", "memory": device}, "host": {"memory": 0}, "ssd": ssd}
+
+
+def _against(
+    model: str, seq: int, config: dict[str, Any], repeats: int, ceilings: Mapping[str, float], clipped: bool
+) -> dict[str, Any]:
+    """Steps of an engine in turn with plain passes."""
+    with _process(_start_plain, model, seq) as plain, _process(_start_engine, model, seq, config) as engine:
+        passes, steps = [], []
+        for number in range(WARM_UP + repeats):
+            pair = plain.submit(_plain_pass).result(), engine.submit(_engine_step).result()
+            if number >= WARM_UP:
+                passes.append(pair[0])
+                steps.append(pair[1])
+        facts = engine.submit(_engine_facts, repeats).result()
+    forward = statistics.median(one for one, _ in passes)
+    backward = statistics.median(other for _, other in passes)
+    step = statistics.median(steps)
+    found = _bound(forward, backward, facts, ceilings, clipped)
+    relative = statistics.median(step / sum(both) for step, both in zip(steps, passes, strict=True))
+    return {
+        "step_seconds": step,
+        "relative": relative,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        **found,
+        "achieved_over_bound": found["bound_seconds"] / step,
+        **({"achieved_over_critical_path": found["critical_path_seconds"] / step} if clipped else {}),
+        **facts,
+    }
+
+
+def _bound(
+    forward: float, backward: float, facts: Mapping[str, Any], ceilings: Mapping[str, float], clipped: bool
+) -> dict[str, Any]:
+    streamed = facts["least_streamed_bytes"]
+    disk = max(
+        streamed / ceilings["disk_read"],
+        streamed / ceilings["disk_write"],
+        2 * streamed / ceilings["disk_mixed"],
+    )
+    updating = facts["update_bytes"] / ceilings["update"]
+    seconds = {"disk": disk, "cores": forward + backward + updating}
+    found: dict[str, Any] = {"bound_seconds": max(seconds.values()), "resource_seconds": seconds}
+    if clipped:
+        # The norm is a barrier: nothing is updated before backward has ended.
+        found["critical_path_seconds"] = backward + max(disk, forward + updating)
+    return found
+
+
+# -- in processes of their own ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _process(start: Callable[..., None], *arguments: Any) -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
+        yield pool
+        pool.submit(_end).result()
+
+
+_held: dict[str, Any] = {}
+
+
+def _start_plain(model: str, seq: int) -> None:
+    keep_freed_memory()
+    module = drawn_quickly(find_model(model)).to(torch.bfloat16)
+    _held.update(module=module, batch=tokens(model, 1, seq))
+
+
+def _plain_pass() -> tuple[float, float]:
+    """Seconds of forward and of backward."""
+    start = time.perf_counter()
+    loss = _held["module"](**_held["batch"]).loss
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    _held["module"].zero_grad(set_to_none=True)
+    return middle - start, end - middle
+
+
+def _start_engine(model: str, seq: int, config: dict[str, Any]) -> None:
+    module = find_model(model).on_meta()
+    ours = Ours(model, tokens(model, 1, seq), {"optimizer": {"lr": LR}, **config}, module=module)
+    keep_freed_memory()
+    _held.update(ours=ours, moved=None)
+
+
+def _engine_step() -> float:
+    ours = _held["ours"]
+    _held.setdefault("before", []).append(dict(ours.engine.stats()["moved_bytes"]))
+    start = time.perf_counter()
+    ours.step()
+    return time.perf_counter() - start
+
+
+def _engine_facts(repeats: int) -> dict[str, Any]:
+    engine = _held["ours"].engine
+    after, before = engine.stats(), _held["before"][-repeats]
+    session = engine._session
+    plan = session.executor.plan
+    memory = psutil.Process().memory_info()
+    peak = _peak_rss()
+    updates = sum(update_bytes(session.shape, session.config.resolved_master))
+    return {
+        "ssd_read_bytes": (after["moved_bytes"]["ssd_read"] - before["ssd_read"]) // repeats,
+        "ssd_write_bytes": (after["moved_bytes"]["ssd_write"] - before["ssd_write"]) // repeats,
+        "least_streamed_bytes": least_streamed(session.shape, plan.record, session.traces.settings),
+        "update_bytes": updates,
+        "state_on_ssd": sum(session.shape.state_bytes[i] for i in plan.host.ssd)
+        / sum(session.shape.state_bytes),
+        "peak_device_bytes": after["peak_bytes"]["device"],
+        "rss_bytes": memory.rss,
+        "peak_rss_bytes": peak,
+        "fixed_rss_bytes": peak - after["budget_bytes"]["device"],
+    }
+
+
+def _peak_rss() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss
+
+
+def _end() -> None:
+    if "ours" in _held:
+        _held["ours"].close()
+    _held.clear()

@@ -1,0 +1,117 @@
+"""A chunk: one run of elements of one kind, its copies on the tiers, and how their elements are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from ebbtide.backend.base import Event
+from ebbtide.memory.host import Fragment
+from ebbtide.memory.ssd import Stored
+
+TIERS = ("device", "host", "ssd")
+TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE = LINKS = (
+    "host_to_device",
+    "device_to_host",
+    "ssd_read",
+    "ssd_write",
+)
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class Work(Protocol):
+    """Something that reads and writes chunks beside the computation, such as an update."""
+
+    def settle(self) -> None:
+        """Waits until it is over, and brings the chunks' books up to date."""
+
+    def done(self) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    kind: str
+    index: int
+    dtype: torch.dtype
+    size: int
+    nbytes: int
+    device: torch.Tensor | None = None
+    host: list[Fragment] | None = None
+    ssd: list[Stored] | None = None
+    device_valid: bool = False
+    host_valid: bool = False
+    ssd_valid: bool = False
+    pins: int = 0
+    move: tuple[str, list[Event]] | None = None
+    pending: list[Event] = field(default_factory=list)
+    """The last move's events: on a GPU the host must synchronise with them before it touches its copy."""
+    aliases: int = 0
+    """How many tensors of ours share the device copy's storage."""
+    work: Work | None = None
+    """What has the chunk to itself until it is settled."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.index}]"
+
+    @property
+    def free(self) -> bool:
+        return not (self.device_valid or self.host_valid or self.ssd_valid)
+
+    def valid_on(self, tier: str) -> bool:
+        return bool(getattr(self, f"{tier}_valid"))
+
+    def mark(self, tier: str, valid: bool) -> None:
+        setattr(self, f"{tier}_valid", valid)
+
+    def view(self) -> torch.Tensor:
+        """The device copy as one flat tensor of its dtype."""
+        assert self.device is not None, f"{self} has no device copy"
+        return self.device.view(self.dtype)
+
+    def pieces(self, tier: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, flat tensor) for each contiguous piece of a copy."""
+        if tier == "device":
+            yield 0, self.view()
+        else:
+            assert self.host is not None, f"{self} has no host copy"
+            for fragment in self.host:
+                yield fragment.start // self.dtype.itemsize, fragment.memory.view(self.dtype)
+
+    def slices(self, tier: str, offset: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(place in the range, flat tensor) for the elements [offset, offset + count) of a copy."""
+        if tier == "device":
+            yield 0, self.view()[offset : offset + count]
+            return
+        for start, piece in self.pieces(tier):
+            first = max(offset, start)
+            last = min(offset + count, start + piece.numel())
+            if first < last:
+                yield first - offset, piece[first - start : last - start]
+
+
+def aligned(
+    copies: Sequence[tuple[Chunk, str]], offset: int, count: int
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """The same elements of several chunks' copies, cut where any of them is cut: (place, flat tensors)."""
+    yield from cut([list(chunk.slices(tier, offset, count)) for chunk, tier in copies], count)
+
+
+Slices = Sequence[tuple[int, torch.Tensor]]
+
+
+def cut(parts: Sequence[Slices], count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """`count` elements of several copies, each in slices, cut where any of them is."""
+    if all(len(part) == 1 for part in parts):
+        yield 0, [part[0][1] for part in parts]
+        return
+    borders = sorted({start for part in parts for start, _ in part} | {count})
+    for first, last in pairwise(borders):
+        row = []
+        for part in parts:
+            start, piece = next(pair for pair in reversed(part) if pair[0] <= first)
+            row.append(piece[first - start : last - start])
+        yield first, row

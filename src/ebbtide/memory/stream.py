@@ -1,0 +1,229 @@
+"""Optimizer state on its way from and to SSD, piece by piece, through a few buffers.
+
+Reads go ahead in the order in which updates are expected, as far as there are free buffers; a piece that was updated is
+written while the next ones are. Where updates come in another order than expected, what was read ahead is thrown
+away (it is clean) and reading goes on from there: slower, never wrong.
+
+The computation's thread and the updating one share the buffers under one lock. A write that fails is reported by the
+next `take` or `drain`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from ebbtide.backend.base import Event
+from ebbtide.disk.space import Extent
+from ebbtide.memory.chunk import SSD_READ, SSD_WRITE
+from ebbtide.memory.ssd import Group, SsdSpace, offsets
+
+Key = tuple[int, int]
+"""(chunk, first element)."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    memory: torch.Tensor
+    key: Key = (-1, -1)
+    events: list[Event] = field(default_factory=list)
+    """Of the reads or the write under way."""
+    parts: list[torch.Tensor] = field(default_factory=list)
+    """By kind: the piece's elements, flat."""
+    extent: Extent | None = None
+    used: int = 0
+    """Bytes of the piece."""
+
+
+class StateStream:
+    def __init__(self, space: SsdSpace, slots: Sequence[torch.Tensor], moved: dict[str, int]) -> None:
+        """`moved` counts the bytes that are read and written."""
+        self._space = space
+        self._moved = moved
+        self._lock = threading.Lock()
+        self._free = [Slot(memory) for memory in slots]
+        self._ahead: OrderedDict[Key, Slot] = OrderedDict()
+        """Read, or being read; clean."""
+        self._taken: set[Key] = set()
+        """What SSD has of these is about to be out of date."""
+        self._writing: list[Slot] = []
+        self._order: list[Key] = []
+        self._next = 0
+        self._known: dict[int, frozenset[str]] = {}
+        """By chunk, the kinds that SSD has; the others are all zeros."""
+        self._updated: set[Key] = set()
+        """Pieces that SSD has of all kinds since."""
+        self.failed: BaseException | None = None
+        self.misses = 0
+        """Pieces that were wanted out of the expected order."""
+
+    # -- what the computation's thread says -------------------------------------------------------------
+
+    def note(self, index: int, kinds: Iterable[str]) -> None:
+        """What SSD has of a chunk's state, after it came or went by another way: what was read ahead is void."""
+        with self._lock:
+            for key in [key for key in self._ahead if key[0] == index]:
+                self._recycle(self._ahead.pop(key))
+            self._updated = {key for key in self._updated if key[0] != index}
+            self._known[index] = frozenset(kinds)
+            self._order = []
+
+    def expect(self, chunks: Sequence[int]) -> None:
+        """The order in which chunks will be updated, again and again; reading ahead begins."""
+        order = [(index, first) for index in chunks for first, _, _ in self._space.group(index).pieces]
+        with self._lock:
+            if order != self._order:
+                self._drop_ahead()
+                self._order, self._next = order, 0
+            self._read_ahead()
+
+    def advance(self) -> None:
+        """Reads ahead into buffers that have become free."""
+        if self._lock.acquire(blocking=False):  # else the updating thread is at it
+            try:
+                self._read_ahead()
+            finally:
+                self._lock.release()
+
+    def drain(self) -> None:
+        """Waits until everything that was given back is on SSD."""
+        with self._lock:
+            while self._writing:
+                self._collect(wait=True)
+            self._raise_failed()
+
+    def close(self) -> list[torch.Tensor]:
+        """Waits for what is under way, and gives the buffers back."""
+        with self._lock:
+            self._order = []
+            self._drop_ahead()
+            while self._writing:
+                self._collect(wait=True)
+            return [slot.memory for slot in self._free]
+
+    # -- what the updating thread says --------------------------------------------------------------------
+
+    def take(self, index: int, first: int) -> Slot:
+        """A buffer with the state of a piece, which is the caller's until it gives it back."""
+        key = (index, first)
+        with self._lock:
+            self._raise_failed()
+            slot = self._ahead.pop(key, None)
+            if slot is None:
+                self._resume_after(key)
+                slot = self._free_slot()
+                self._read(slot, key)
+            self._taken.add(key)
+            self._read_ahead()
+        try:
+            for event in slot.events:
+                event.wait()
+        except BaseException:
+            self.give(slot, changed=False)
+            raise
+        slot.events = []
+        return slot
+
+    def give(self, slot: Slot, changed: bool = True) -> None:
+        """The caller is done with a piece: if it has changed, it is written."""
+        with self._lock:
+            self._taken.discard(slot.key)
+            if changed:
+                assert slot.extent is not None
+                slot.events = [self._space.disk.write(slot.extent, [slot.memory[: slot.used]])]
+                self._moved[SSD_WRITE] += slot.used
+                self._writing.append(slot)
+                self._updated.add(slot.key)
+            else:
+                self._recycle(slot)
+            self._read_ahead()
+
+    # -- buffers ------------------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> None:
+        self._collect(wait=False)
+        while self._free and self._order and len(self._ahead) < len(self._order):
+            key = self._order[self._next]
+            if key in self._ahead or key in self._taken:
+                return
+            self._next = (self._next + 1) % len(self._order)
+            slot = self._free.pop()
+            self._read(slot, key)
+            self._ahead[key] = slot
+
+    def _read(self, slot: Slot, key: Key) -> None:
+        group = self._space.group(key[0])
+        starts = self._lay_out(slot, key, group)
+        assert slot.extent is not None
+        if key in self._updated:
+            slot.events = [self._space.disk.read(slot.extent, [slot.memory[: slot.used]])]
+            self._moved[SSD_READ] += slot.used
+            return
+        known = self._known.get(key[0], frozenset())
+        slot.events = []
+        for (kind, _), start, end in zip(group.kinds, starts, starts[1:], strict=False):
+            if kind in known:
+                slot.events.append(self._space.disk.read(slot.extent, [slot.memory[start:end]], start))
+                self._moved[SSD_READ] += end - start
+            else:
+                ctypes.memset(slot.memory.data_ptr() + start, 0, end - start)
+
+    def _lay_out(self, slot: Slot, key: Key, group: Group) -> list[int]:
+        count, extent = next((count, extent) for first, count, extent in group.pieces if first == key[1])
+        starts = offsets(group.kinds, count)
+        slot.key, slot.extent, slot.used = key, extent, starts[-1]
+        slot.parts = [
+            slot.memory[start : start + count * dtype.itemsize].view(dtype)
+            for start, (_, dtype) in zip(starts, group.kinds, strict=False)
+        ]
+        return starts
+
+    def _free_slot(self) -> Slot:
+        while not self._free:
+            if self._writing:
+                self._collect(wait=True)
+            else:
+                self._drop_ahead()
+        return self._free.pop()
+
+    def _resume_after(self, key: Key) -> None:
+        """What was expected did not come: read on after what did."""
+        self.misses += 1
+        self._drop_ahead()
+        if key in self._order:
+            self._next = (self._order.index(key) + 1) % len(self._order)
+
+    def _drop_ahead(self) -> None:
+        while self._ahead:
+            self._recycle(self._ahead.popitem()[1])
+
+    def _recycle(self, slot: Slot) -> None:
+        """Nobody needs what the buffer holds; a read under way still writes to it."""
+        events, slot.events, slot.parts = slot.events, [], []
+        for event in events:
+            with suppress(Exception):  # it concerned bytes that nobody waits for
+                event.wait()
+        self._free.append(slot)
+
+    def _collect(self, wait: bool) -> None:
+        """Takes back buffers whose writes are over; with `wait`, one at least."""
+        while self._writing and (wait or all(event.done() for event in self._writing[0].events)):
+            wait = False
+            slot = self._writing.pop(0)
+            events, slot.events, slot.parts = slot.events, [], []
+            self._free.append(slot)
+            try:
+                for event in events:
+                    event.wait()
+            except Exception as error:
+                self.failed = self.failed or error
+
+    def _raise_failed(self) -> None:
+        if self.failed is not None:
+            raise self.failed

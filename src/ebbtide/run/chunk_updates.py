@@ -1,0 +1,192 @@
+"""One chunk's update: where its optimizer state lives, with the gradients that are held for it.
+
+On the device it is done at once, in the order of the computation. On the host it is a job: the computation goes on,
+and whoever wants the chunk waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+
+import torch
+
+from ebbtide.backend import Event
+from ebbtide.kernels import Kernels, Operands, Rule
+from ebbtide.memory.chunk import Chunk, Slices, cut
+from ebbtide.run.executor import Executor
+from ebbtide.run.kept import KeptGradients
+from ebbtide.run.model import ModelData, dense
+from ebbtide.run.steps import Segment, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements that are updated alike, and their gradient."""
+
+    segment: Segment
+    gradient: Slices
+
+
+class ChunkUpdates:
+    def __init__(
+        self,
+        data: ModelData,
+        rule: Rule,
+        kernels: Mapping[str, Kernels],
+        executor: Executor,
+        kept: KeptGradients,
+    ) -> None:
+        """`kernels` by tier."""
+        self.data, self.store, self.kernels = data, data.store, kernels
+        self.executor, self.kept, self.rule = executor, kept, rule
+        self.steps = Steps(data, rule)
+        self.homes: list[str] = []
+        """By chunk: where its optimizer state lives."""
+        self._kinds = ("master", *rule.states)
+
+    def state_chunks(self, index: int) -> list[Chunk]:
+        found = (self.store.chunks.get((kind, index)) for kind in self._kinds)
+        return [chunk for chunk in found if chunk is not None]
+
+    def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
+        """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
+        home = self.homes[index]
+        alone = [m for m in self.data.members[index] if m in self.kept]
+        for state in self.state_chunks(index):
+            if home == "ssd":
+                self.store.reserve_ssd(state)
+            elif state.free:
+                self.executor.allocate(state, home)
+        if home == "device":
+            self._update_here(index, sources, alone, scale)
+        else:
+            self._submit(index, sources, scale)
+
+    def update_one(self, member: int, gradient: torch.Tensor, scale: float) -> None:
+        """Updates one parameter on the device from a gradient that lies by itself, flat and in storage order."""
+        index = self.data.places[member].chunk
+        param = self.data.parameter_chunk(index)
+        for state in self.state_chunks(index):
+            if state.free:
+                self.executor.allocate(state, "device")
+        with self.executor.placed(param, "device"):
+            parts = [Part(s, [(0, gradient)]) for s in self.steps.segments([member], scale)]
+            self._run("device", index, parts)
+            self.store.written(param, "device")
+
+    def _update_here(
+        self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
+    ) -> None:
+        param = self.data.parameter_chunk(index)
+        with self.executor.placed(param, "device"):
+            for source, members in sources.items():
+                with self.executor.placed(source, "device"):
+                    self._run("device", index, self._parts({source: members}, "device", scale))
+            self._run("device", index, self._parts_alone(alone, scale))
+            self.store.written(param, "device")
+        for source in sources:
+            if source is not param:
+                self.store.free(source)
+        for member in alone:
+            self.kept.drop(member)
+
+    def _submit(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
+        """The state is on the host or on SSD: the update goes on beside the computation, on the tier next to SSD."""
+        param = self.data.parameter_chunk(index)
+        tier, on_ssd = self.store.near, self.homes[index] == "ssd"
+        waits: list[Event] = []
+        owned = list(dict.fromkeys((param, *sources)))
+        with self.executor.together(owned):
+            for chunk in owned:
+                if tier == "host":
+                    waits += self.executor.toward_host(chunk)
+                else:
+                    self.executor.bring(chunk)
+            parts = self._parts(sources, tier, scale)
+            self.executor.put_away(param)
+        states = self.state_chunks(index)
+
+        def finish(done: bool) -> None:
+            for chunk in owned:
+                with nullcontext() if done else suppress(Exception):  # a failed copy has been reported
+                    self.store.settle(chunk)
+            for chunk in owned[1:]:
+                self.store.free(chunk)
+            if not done:
+                return
+            for state in states if on_ssd else ():
+                state.mark("ssd", True)
+            self.store.written(param, tier)
+            if tier == "host":
+                self.executor.leave_stale(param)
+
+        run = self._stream if on_ssd else self._run
+        self.executor.updater.submit(
+            [*owned, *states], waits, lambda: run(tier, index, parts), finish, at_once=param.pins > 0
+        )
+
+    def _parts(self, sources: Mapping[Chunk, Sequence[int]], tier: str, scale: float) -> list[Part]:
+        return [
+            Part(segment, list(source.slices(tier, segment.offset, segment.count)))
+            for source, members in sources.items()
+            for segment in self.steps.segments(members, scale)
+        ]
+
+    def _parts_alone(self, members: Sequence[int], scale: float) -> list[Part]:
+        return [
+            Part(segment, [(0, dense(self.kept[member]))])
+            for member in members
+            for segment in self.steps.segments([member], scale)
+        ]
+
+    def _run(self, tier: str, index: int, parts: Sequence[Part]) -> None:
+        """The arithmetic: all copies are valid on `tier` and nobody else looks at them."""
+        copies = (self.data.parameter_chunk(index), *self.state_chunks(index))
+        for part in parts:
+            offset, count = part.segment.offset, part.segment.count
+            rows = [list(chunk.slices(tier, offset, count)) for chunk in copies]
+            self._apply(tier, index, [*rows, part.gradient], part.segment)
+
+    def _stream(self, tier: str, index: int, parts: Sequence[Part]) -> None:
+        """The same, with state that comes from SSD in pieces and goes back."""
+        stream = self.executor.updater.state
+        assert stream is not None and self.store.ssd_space is not None, (
+            "state is on SSD, and nothing streams it"
+        )
+        param = self.data.parameter_chunk(index)
+        for first, count, _ in self.store.ssd_space.group(index).pieces:
+            slot = stream.take(index, first)
+            done = False
+            try:
+                for part in parts:
+                    common = part.segment.within(first, count)
+                    if common is None:
+                        continue
+                    begin = common.offset - first
+                    states = [[(0, held[begin : begin + common.count])] for held in slot.parts]
+                    gradient = _between(part.gradient, common.offset - part.segment.offset, common.count)
+                    copy = list(param.slices(tier, common.offset, common.count))
+                    self._apply(tier, index, [copy, *states, gradient], common)
+                done = True
+            finally:
+                stream.give(slot, changed=done)
+
+    def _apply(self, tier: str, index: int, rows: Sequence[Slices], segment: Segment) -> None:
+        """`rows`: parameter, state by kind, gradient."""
+        has_master = ("master", index) in self.store.chunks
+        for _, (parameter, *states, gradient) in cut(rows, segment.count):
+            master = states.pop(0) if has_master else None
+            operands = Operands(parameter, gradient, master, tuple(states))
+            self.kernels[tier].update(self.rule, operands, segment.coefficients)
+
+
+def _between(slices: Slices, offset: int, count: int) -> Slices:
+    """The elements [offset, offset + count) of a tensor in slices."""
+    found = []
+    for start, piece in slices:
+        first, last = max(offset, start), min(offset + count, start + piece.numel())
+        if first < last:
+            found.append((first - offset, piece[first - start : last - start]))
+    return found

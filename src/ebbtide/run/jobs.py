@@ -1,0 +1,165 @@
+"""Updates as jobs: what one reads and writes is decided at once, the work may be done beside the computation.
+
+A job has its chunks to itself until it is settled. The background thread sees memory only; the books are kept by
+whoever settles the job, and whoever wants one of its chunks does (`ChunkStore.settle`). So pending work is
+invisible: it can be late, never seen half-done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ebbtide.backend import Event, Stream
+from ebbtide.errors import StateError
+from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.stream import StateStream
+
+
+class _Handle:
+    """A job as chunks know it: whoever drops an engine drops its jobs, though chunks outlive both for a moment."""
+
+    __slots__ = ("_job",)
+
+    def __init__(self, job: Job) -> None:
+        self._job = weakref.ref(job)
+
+    def settle(self) -> None:
+        job = self._job()
+        if job is not None:
+            job.settle()
+
+    def done(self) -> bool:
+        job = self._job()
+        return job is None or job.done()
+
+
+class Job:
+    """`work` runs once, on whatever thread, after `waits`; `finish` keeps the books, on a thread that holds the lock,
+    and is told whether the work was done."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        waits: Sequence[Event],
+        work: Callable[[], None],
+        finish: Callable[[bool], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._chunks = chunks
+        self._waits = list(waits)
+        self._work: Callable[[], None] | None = work
+        self._finish = finish
+        self._failed = failed
+        self._event: Event | None = None
+        for chunk in chunks:
+            if chunk.work is not None:
+                raise StateError(f"{chunk} is already being updated")
+        handle = _Handle(self)
+        for chunk in chunks:
+            chunk.work = handle
+
+    def run(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None, "a job runs once"
+        for event in self._waits:
+            event.synchronize()
+        work()
+
+    def start(self, stream: Stream) -> None:
+        self._event = stream.submit(self.run)
+
+    def done(self) -> bool:
+        return self._event is None or self._event.done()
+
+    @property
+    def settled(self) -> bool:
+        return not self._chunks
+
+    def settle(self) -> None:
+        if self.settled:
+            return
+        try:
+            if self._event is None:
+                self.run()
+            else:
+                self._event.wait()
+        except BaseException as error:
+            self._failed(error)
+            self._let_go()
+            self._finish(False)
+            raise
+        self._let_go()
+        self._finish(True)
+
+    def _let_go(self) -> None:
+        self._work = None
+        for chunk in self._chunks:
+            chunk.work = None
+        self._chunks = ()
+
+
+class Updater:
+    """Runs jobs one after the other: on a thread of its own, or at once."""
+
+    def __init__(self, background: bool) -> None:
+        self.background = background
+        self.failed = ""
+        """Why the weights are no longer those of any step: an update ended half-way."""
+        self.state: StateStream | None = None
+        """Where state comes from that is on SSD."""
+        self._pending: deque[Job] = deque()
+        self._stream: Stream | None = None
+
+    def submit(
+        self,
+        chunks: Sequence[Chunk],
+        waits: Sequence[Event],
+        work: Callable[[], None],
+        finish: Callable[[bool], None],
+        at_once: bool = False,
+    ) -> None:
+        job = Job(chunks, waits, work, finish, self._fail)
+        if at_once or not self.background:
+            job.settle()
+            return
+        if self._stream is None:
+            self._stream = Stream("ebbtide-updates")
+            weakref.finalize(self, self._stream.close)
+        self._pending.append(job)
+        job.start(self._stream)
+
+    def collect(self) -> None:
+        """Settles what is over, and keeps state coming."""
+        if self.state is not None:
+            self.state.advance()
+        while self._pending and (self._pending[0].settled or self._pending[0].done()):
+            self._pending.popleft().settle()
+
+    def settle_oldest(self) -> bool:
+        """Waits for one job; False where none is pending."""
+        while self._pending:
+            job = self._pending.popleft()
+            if not job.settled:
+                job.settle()
+                return True
+        return False
+
+    def flush(self) -> None:
+        """Waits for all of them."""
+        while self.settle_oldest():
+            continue
+        if self.state is not None:
+            self.state.drain()
+
+    def drop(self) -> None:
+        """Lets everything end, whatever comes of it."""
+        while self._pending:
+            try:
+                self._pending.popleft().settle()
+            except Exception:
+                continue
+
+    def _fail(self, error: BaseException) -> None:
+        self.failed = f"an update ended half-way ({error})"

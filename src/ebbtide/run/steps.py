@@ -1,0 +1,61 @@
+"""How each parameter is updated next: its param group, its step, and neighbours that are updated alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbtide.kernels import Rule
+from ebbtide.run.model import ModelData
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring parameters of a chunk that are updated alike."""
+
+    offset: int
+    count: int
+    coefficients: tuple[float, ...]
+
+    def within(self, offset: int, count: int) -> Segment | None:
+        """What it has in common with a range of the chunk's elements."""
+        first, last = max(self.offset, offset), min(self.offset + self.count, offset + count)
+        return Segment(first, last - first, self.coefficients) if first < last else None
+
+
+class Steps:
+    def __init__(self, data: ModelData, rule: Rule) -> None:
+        self.data = data
+        self.rule = rule
+        self.groups: Sequence[Mapping[str, Any]] = []
+        self.group_of = [-1] * len(data.parameters)
+        """By parameter; -1 where the optimizer does not have it."""
+        self.counts = [0] * len(data.parameters)
+
+    def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the optimizer's live groups as they are now."""
+        index = {id(p): i for i, p in enumerate(self.data.parameters)}
+        self.groups = groups
+        for place, group in enumerate(groups):
+            for parameter in group["params"]:
+                if id(parameter) in index:
+                    self.group_of[index[id(parameter)]] = place
+
+    def segments(self, members: Sequence[int], scale: float) -> Iterator[Segment]:
+        """Neighbouring parameters with the same settings and step become one segment."""
+        open_: Segment | None = None
+        for member in sorted(members, key=lambda m: self.data.places[m].offset):
+            place = self.data.places[member]
+            group = self.groups[self.group_of[member]]
+            coefficients = self.rule.coefficients(group, self.counts[member], scale)
+            if open_ is not None:
+                gap = place.offset - (open_.offset + open_.count)
+                if 0 <= gap < 1024 and coefficients == open_.coefficients:
+                    count = place.offset + place.numel - open_.offset
+                    open_ = Segment(open_.offset, count, coefficients)
+                    continue
+                yield open_
+            open_ = Segment(place.offset, place.numel, coefficients)
+        if open_ is not None:
+            yield open_

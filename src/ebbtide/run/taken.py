@@ -1,0 +1,67 @@
+"""Gradients in their parameters' space: what it takes to have the parameters again.
+
+With a separate master a parameter is superfluous after its last use in backward, and its gradient may lie where it was.
+Whoever wants the parameter before the update gets it back from the master; the gradient moves to a space of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ebbtide.kernels import Kernels
+from ebbtide.memory.chunk import Slices, aligned, cut
+from ebbtide.run.executor import Executor
+from ebbtide.run.model import ModelData
+
+
+class TakenSpace:
+    def __init__(
+        self, data: ModelData, kernels: Mapping[str, Kernels], homes: Sequence[str], executor: Executor
+    ) -> None:
+        self.data, self.store, self.kernels = data, data.store, kernels
+        self.homes, self.executor = homes, executor
+        self.members: set[int] = set()
+        """Parameters whose space holds their gradient."""
+
+    def restore(self, members: Sequence[int]) -> None:
+        """Rebuilds parameters from their masters."""
+        for member in members:
+            place = self.data.places[member]
+            index = place.chunk
+            master = self.store.chunks["master", index]
+            param = self.data.parameter_chunk(index)
+            home = self.homes[index]
+            tier = self.store.near if home == "ssd" else home
+            with self.executor.placed(param, tier):
+                copy = list(param.slices(tier, place.offset, place.numel))
+                if home == "ssd":
+                    self.store.settle(master)
+                    values: Slices = [(0, self.store.peek(master, place.offset, place.numel))]
+                else:
+                    values = list(master.slices(tier, place.offset, place.numel))
+                for _, (target, source) in cut([copy, values], place.numel):
+                    self.kernels[tier].split(source, target, source)
+                self.store.written(param, tier)
+            if tier == "host":
+                self.executor.leave_stale(param)
+
+    def reclaim(self, run: int) -> None:
+        """A run is about to be used whose parameters' space may be taken."""
+        if self.members and not self.members.isdisjoint(self.data.runs[run].parameters):
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Parameters are wanted before the update: their gradients move to a space of their own."""
+        for member in sorted(self.members):
+            place = self.data.places[member]
+            param, grad = self.data.parameter_chunk(place.chunk), self.store.chunks["grad", place.chunk]
+            tier = "device"
+            if grad.free:
+                self.executor.make_room(grad.nbytes)
+                self.store.allocate(grad, tier, zero=True)
+            with self.executor.placed(param, tier), self.executor.placed(grad, tier):
+                for _, (target, source) in aligned([(grad, tier), (param, tier)], place.offset, place.numel):
+                    target.copy_(source)
+                self.store.written(grad, tier)
+        members, self.members = sorted(self.members), set()
+        self.restore(members)

@@ -1,0 +1,187 @@
+"""The SSD tier when the system fails it: who is told what, and that all else goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from disks import MIB, FaultyIO, memory, stored
+from ebbtide.disk.space import BLOCK, READ, WRITE, DiskSpace
+from ebbtide.errors import DiskError, IntegrityError, StateError
+
+
+@pytest.mark.parametrize("direct", [None, False])
+def test_short_counts_are_continued(folder: Path, direct: bool | None) -> None:
+    interrupted = set()
+
+    def short(link: str, file: int, buffers: Sequence[Any], offset: int) -> int | None:
+        total = sum(len(one) for one in buffers)
+        if (link, offset) not in interrupted:
+            interrupted.add((link, offset))
+            raise InterruptedError
+        return max(BLOCK, total // 3 // 512 * 512) if direct is None else max(1, total // 3)
+
+    io = FaultyIO(direct=direct)
+    space = DiskSpace([folder], MIB, io=io)
+    extent = space.allocate(100_001)
+    data, back = memory(extent.nbytes, 0, 1), memory(extent.nbytes, 64)
+    io.on_call = short
+    io.calls.clear()
+    space.write(extent, [data[:40_000], data[40_000:]]).wait()
+    space.read(extent, [back]).wait()
+    assert torch.equal(data, back)
+    assert len(io.calls) > 6
+    space.close()
+
+
+def test_a_transfer_that_makes_no_way_ends(folder: Path) -> None:
+    io = FaultyIO()
+    space = DiskSpace([folder], MIB, io=io)
+    extent = space.allocate(2 * BLOCK)
+    for count in (0, 512):
+        io.on_call = lambda *_, count=count: count
+        if count and not space.direct:
+            continue
+        with pytest.raises(
+            DiskError, match=rf"reading at offset 0: expected {2 * BLOCK} bytes, found {count}"
+        ):
+            space.read(extent, [memory(2 * BLOCK)]).wait()
+    space.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 5, 8])
+def test_a_failed_call_disturbs_nobody_else(folder: Path, fail_at: int, code: int) -> None:
+    """Eight writes wait and merge; one place of the file fails for good, and one call fails once."""
+    io = FaultyIO()
+    space = DiskSpace([folder], MIB, io=io)
+    extents = [space.allocate(BLOCK) for _ in range(9)]
+    bad = extents[fail_at - 1]
+
+    def fail(link: str, file: int, buffers: Sequence[Any], offset: int) -> None:
+        if link == WRITE and offset <= bad.start < offset + sum(len(one) for one in buffers):
+            raise OSError(code, os.strerror(code))
+
+    io.close_gate()
+    io.on_call = fail
+    data = [memory(BLOCK, 0, seed) for seed in range(9)]
+    events = [space.write(e, [d]) for e, d in zip(extents, data, strict=True)]
+    io.gate.set()
+    for event, extent in zip(events, extents, strict=True):
+        for _ in range(2):
+            if extent is not bad:
+                event.wait()
+                continue
+            with pytest.raises(
+                DiskError, match=f"writing at offset {bad.start}.*{os.strerror(code)}"
+            ) as caught:
+                event.wait()
+            assert isinstance(caught.value.__cause__, OSError)
+            assert (caught.value.file, caught.value.offset) == (space.files[0], bad.start)
+            assert (caught.value.expected, caught.value.found) == (BLOCK, 0)
+    io.on_call = None
+    space.write(bad, [data[fail_at - 1]]).wait()
+    for extent, one in zip(extents, data, strict=True):
+        back = memory(BLOCK)
+        space.read(extent, [back]).wait()
+        assert torch.equal(back, one)
+        space.free(extent)
+    space.check()
+    space.close()
+
+
+def test_any_error_ends_a_request_and_no_thread(folder: Path) -> None:
+    io = FaultyIO()
+    space = DiskSpace([folder], MIB, io=io, checksums=True)
+    extent = space.allocate(BLOCK)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("unforeseen")
+
+    io.on_call = fail
+    for start in (space.read, space.write):
+        with pytest.raises(RuntimeError, match="unforeseen"):
+            start(extent, [memory(BLOCK)]).wait()
+    io.on_call = None
+    space.read(extent, [memory(BLOCK)]).wait()
+    space.close()
+
+
+def test_a_file_that_was_cut(folder: Path) -> None:
+    space = DiskSpace([folder], MIB)
+    extent = space.allocate(MIB)
+    space.write(extent, [memory(MIB, 0, 1)]).wait()
+    os.truncate(space.files[0], 10_000)
+    for start in (space.read, space.write):
+        with pytest.raises(DiskError, match=r"expected a file of 1048576 bytes, found 10000") as caught:
+            start(extent, [memory(MIB)]).wait()
+        assert space.files[0] in str(caught.value)
+    space.close()
+
+
+def test_checksums_find_what_was_changed(folder: Path) -> None:
+    space = DiskSpace([folder], MIB, checksums=True)
+    first, extent = space.allocate(BLOCK), space.allocate(4 * BLOCK)
+    space.write(first, [memory(BLOCK, 0, 5)])
+    data = memory(4 * BLOCK, 0, 1)
+    space.write(extent, [data[: 2 * BLOCK]]).wait()
+    space.write(extent, [data[2 * BLOCK :]], offset=2 * BLOCK).wait()
+    with open(space.files[0], "r+b") as file:
+        file.seek(extent.start + 3 * BLOCK)
+        byte = file.read(1)
+        file.seek(extent.start + 3 * BLOCK)
+        file.write(bytes([byte[0] ^ 1]))
+    back = memory(4 * BLOCK)
+    space.read(extent, [back[: 2 * BLOCK]]).wait()
+    for offset in (0, 2 * BLOCK):
+        with pytest.raises(IntegrityError, match=r"bytes 8192 to 16384 .*\(8192 bytes\)") as caught:
+            space.read(extent, [back[offset:]], offset=offset).wait()
+        assert space.files[0] in str(caught.value)
+    space.read(extent, [back[:BLOCK]], offset=3 * BLOCK).wait()  # no whole write: nothing to compare with
+    space.write(extent, [data[:BLOCK]], offset=3 * BLOCK).wait()  # forgets the write that it covers in part
+    space.read(extent, [back]).wait()
+    space.free(extent)
+    again = space.allocate(4 * BLOCK)
+    space.read(again, [back]).wait()
+    space.close()
+
+
+def test_close_with_requests_under_way(folder: Path) -> None:
+    """What runs ends, what waits fails, nobody hangs; and once is as good as twice."""
+    io = FaultyIO()
+    space = DiskSpace([folder], MIB, io=io)
+    extents = [space.allocate(BLOCK) for _ in range(6)]
+    io.calls.clear()
+    io.close_gate()
+    events = [space.write(one, [memory(BLOCK, 0, 1)]) for one in extents[::2]]
+    again = space.read(extents[0], [memory(BLOCK)])
+    io.at_gate(1)
+    closer = threading.Thread(target=space.close)
+    closer.start()
+    time.sleep(0.02)
+    assert closer.is_alive() and len(stored(folder)) == 2
+    io.gate.set()
+    closer.join(20)
+    events[0].wait()
+    for event in (*events[1:], again):
+        with pytest.raises(StateError, match="closed before"):
+            event.wait()
+    assert len(io.calls) == 1 and stored(folder) == []
+    space.close()
+    space.free(extents[0])
+    late: list[BaseException | None] = []
+    # One that slips in while the space is closed has nobody to serve it.
+    space._lanes[0][READ].submit(SimpleNamespace(request=SimpleNamespace(end_part=late.append)))  # type: ignore[arg-type]
+    assert isinstance(late[0], StateError)
+    for call in (lambda: space.allocate(1), lambda: space.read(extents[0], [memory(1)])):
+        with pytest.raises(StateError, match="the space is closed"):
+            call()

@@ -1,0 +1,141 @@
+"""The third tier keeps the promise: weights are those of a plain loop, at any split, and each tier keeps its budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+import zoo
+from ebbtide.errors import BudgetError, ConfigError
+from harness import Run, config_of, expected, run
+from test_exact import CHANGES, MODES
+
+STEPS = 4
+SPLITS = {
+    "one tier of RAM": (200_000, 0),
+    "three tiers": (200_000, 100_000),
+    "host and SSD": (200_000, 1_500_000),
+}
+"""Budgets of device and host to begin with: what is refused says what is short."""
+
+
+def follow(
+    name: str, mode: str, steps: int, config: dict[str, Any], split: tuple[int, int]
+) -> tuple[int, int, Run]:
+    """The least budgets from `split` on that work, found by following the refusals' advice, and their run."""
+    budgets = {"device": split[0], "host": split[1]}
+    for _ in range(16):
+        tiers = {tier: {**config.get(tier, {}), "memory": count} for tier, count in budgets.items()}
+        try:
+            return *budgets.values(), run(name, mode, steps, config | tiers)
+        except BudgetError as error:
+            assert error.tier in budgets and error.short > 0, error
+            budgets[error.tier] += error.short
+    raise AssertionError(f"no budgets up to {budgets} work for {name}")
+
+
+def on_ssd(folder: Path, **changes: Any) -> dict[str, Any]:
+    return config_of(ssd={"folder": str(folder), "memory": "256MB"}, **changes)
+
+
+def check(name: str, mode: str, steps: int, config: dict[str, Any], split: tuple[int, int]) -> dict[str, Any]:
+    device, host, done = follow(name, mode, steps, config, split)
+    clip, accumulate = config.get("clip"), config.get("accumulate", 1)
+    sha, losses = expected(name, mode, steps, config.get("precision", "bf16"), clip, accumulate)
+    assert tuple(done.losses) == losses
+    assert done.sha == sha
+    assert done.counted <= device, f"{done.counted} bytes counted, {device} allowed"
+    peaks = done.stats["peak_bytes"]
+    assert peaks["device"] <= device and peaks["host"] <= host
+    assert done.stats["moved_bytes"]["ssd_read"] > 0 and done.stats["moved_bytes"]["ssd_write"] > 0
+    assert not done.stats["diverged"]
+    return done.stats
+
+
+@pytest.mark.parametrize("split", list(SPLITS))
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_splits(name: str, split: str, folder: Path) -> None:
+    check(name, "none", STEPS, on_ssd(folder), SPLITS[split])
+
+
+@pytest.mark.parametrize("split", ["one tier of RAM", "three tiers"])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_settings(change: str, split: str, folder: Path) -> None:
+    check("gpt2", "non-reentrant", STEPS, on_ssd(folder, **CHANGES[change]), SPLITS[split])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("change", ["plain", *CHANGES])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_everything(name: str, mode: str, change: str, folder: Path) -> None:
+    for split in SPLITS.values():
+        check(name, mode, 20, on_ssd(folder, **CHANGES.get(change, {})), split)
+
+
+def test_everything_fits_and_the_disk_rests(folder: Path) -> None:
+    """RAM that is free is used first."""
+    done = run("gpt2", "none", STEPS, on_ssd(folder, device={"memory": "64MB"}, host={"memory": 0}))
+    assert done.sha == expected("gpt2", "none", STEPS)[0]
+    assert done.stats["moved_bytes"] == dict.fromkeys(done.stats["moved_bytes"], 0)
+    assert done.stats["device_state_chunks"] == done.stats["chunks"]
+
+
+def small(folder: Path, **changes: Any) -> ebbtide.Engine:
+    """GPT-2 with most of its state on SSD."""
+    tiers: dict[str, Any] = {"device": {"memory": 2_400_000}, "host": {"memory": 0}} | changes
+    return ebbtide.initialize(zoo.build("gpt2"), on_ssd(folder, **tiers))
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_pending_work_is_invisible(folder: Path, updates: str) -> None:
+    """Evaluation, reading, writing, saving and a schedule between steps: the same weights as without."""
+    rate = {"updates": updates, "clip": None}
+    shas = []
+    for interrupted in (False, True):
+        engine = small(folder, **rate)
+        scheduler = torch.optim.lr_scheduler.LinearLR(engine.optimizer, 1.0, 0.1, 8)
+        for number in range(6):
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+            engine.step()
+            scheduler.step()
+            if not interrupted:
+                continue
+            if number % 3 == 0:
+                with torch.no_grad():
+                    engine(**zoo.ZOO["gpt2"].batch(99))
+            if number % 3 == 1:
+                state = engine.state_dict()
+                engine.load_state_dict(state)
+            if number % 3 == 2:
+                with engine.weights("*.c_fc.*", write=True) as values:
+                    assert all(value.isfinite().all() for value in values.values())
+            engine.check_integrity()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+def test_the_folder_is_left_empty(folder: Path) -> None:
+    engine = small(folder)
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(0)).loss)
+    engine.step()
+    assert list(folder.iterdir())
+    engine.close()
+    assert not list(folder.iterdir())
+
+
+def test_wrong_settings(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="a folder is needed"):
+        ebbtide.initialize(zoo.build("gpt2"), config_of(ssd={"memory": "1GB"}))
+    with pytest.raises(BudgetError) as found:
+        too_small = {"folder": str(folder), "memory": "1MB"}
+        engine = ebbtide.initialize(
+            zoo.build("gpt2"), config_of(device={"memory": 2_400_000}, host={"memory": 0}, ssd=too_small)
+        )
+        engine(**zoo.ZOO["gpt2"].batch(0))
+    assert found.value.tier == "ssd" and found.value.short > 0
