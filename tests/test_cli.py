@@ -17,12 +17,12 @@ from ebbtide.cli.app import app, run
 TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
 --model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
---layout --chunk-size --placement --eviction --prefetch --updates --checkpoint-activations --device --device-memory
---host-memory --ssd-memory --ssd-dir --config --out --json
+--layout --chunk-size --placement --eviction --prefetch --updates --checkpoint-activations --offload-activations
+--device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --json
 """
 PROMISED = {
     "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",
-    "peak_bytes", "moved_bytes", "bound_seconds", "achieved_over_bound", "params", "budget_bytes",
+    "peak_bytes", "moved_bytes", "offloaded_bytes", "bound_seconds", "achieved_over_bound", "params", "budget_bytes",
 }  # fmt: skip
 
 
@@ -123,6 +123,35 @@ def test_checkpointing_takes_less_and_says_the_same(train: Command, small: str) 
     flags = ("--model", small, "--batch", "4", "--seq", "64", "--precision", "fp32")
     plain, checkpointed = train.json(*flags), train.json(*flags, "--checkpoint-activations")
     assert checkpointed["losses"] == plain["losses"]
+
+
+def test_offloading_moves_activations_and_says_the_same(train: Command, small: str) -> None:
+    flags = (
+        "--model",
+        small,
+        "--batch",
+        "8",
+        "--seq",
+        "64",
+        "--device-memory",
+        "20MB",
+        "--host-memory",
+        "20MB",
+    )
+    plain = train.json(*flags)
+    runs = [
+        train.json(*flags, "--offload-activations"),
+        train.json(*flags, "--offload-activations", "all", "--steps", "2"),
+        train.json(*flags, "--offload-activations", "--checkpoint-activations"),
+    ]
+    assert {run["weights_sha256"] for run in runs[:2]} == {plain["weights_sha256"]}
+    assert runs[0]["offloaded_bytes"] == runs[1]["offloaded_bytes"] > 0 == plain["offloaded_bytes"]
+    assert runs[0]["moved_bytes"]["device_to_host"] >= runs[0]["offloaded_bytes"]
+    assert runs[2]["losses"] == plain["losses"]
+    status, _, error = train(*flags, "--offload-activations", "checkpoints")
+    assert status == 2 and "expected --checkpoint-activations beside" in error
+    status, _, error = train("--model", small, "--device", "cpu", "--offload-activations")
+    assert status == 2 and "set host.memory" in error
 
 
 def test_config_file_and_flags_that_override_it(train: Command, small: str, tmp_path: Path) -> None:

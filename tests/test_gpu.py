@@ -60,6 +60,20 @@ def test_resident_and_tight(name: str, mode: str) -> None:
     assert tight["peak_bytes"]["device"] <= budget
 
 
+@pytest.mark.parametrize(
+    ("mode", "which"), [("none", "all"), ("non-reentrant", "checkpoints"), ("reentrant", "all")]
+)
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_offloaded_activations(name: str, mode: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
+    free = check(name, mode, config_of(device=CUDA))
+    budget = free["non_model_peak"] + sum(free["tags"]["device"].values()) // 6
+    config = config_of(device=CUDA, offload_activations=which)
+    tight = check(name, mode, with_budget(config, budget))
+    assert tight["offloaded_bytes"] > 0
+    assert tight["peak_bytes"]["device"] <= budget
+
+
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_settings(change: str) -> None:
     config = config_of(device=CUDA, **CHANGES[change])

@@ -97,6 +97,8 @@ class Config(Section):
     """Global norm; absent: no clipping."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()
     host_modules: Annotated[tuple[str, ...], patterns] = ()
+    offload_activations: Annotated[str, choice("off", "checkpoints", "all")] = "off"
+    """What forward saves for backward goes to the host in between: inputs of checkpointed regions, or everything."""
     threads: Annotated[int | Auto, whole(auto=True)] = "auto"
     """Intra-op threads, fixed for the whole run: their number changes gradients."""
     machine: Annotated[str, text] = ""

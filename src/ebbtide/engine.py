@@ -20,7 +20,7 @@ from ebbtide.kernels import cpu_kernels, gpu_kernels
 from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
-from ebbtide.run.setup import choose, refuse_unbuilt, signature_of
+from ebbtide.run.setup import choose, refuse_nowhere, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
 from ebbtide.state import values
 from ebbtide.state.module import guard, refuse_held, retire
@@ -78,6 +78,7 @@ class Engine:
         self.module = module
         self.steps = 0
         tiers = tiers or shared_tiers(config)
+        refuse_nowhere(config, tiers.ledger.budgets["host"])
         self._tiers = tiers
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
@@ -424,6 +425,7 @@ class Engine:
             "moved_bytes": dict(session.store.traffic.moved),
             "fetches": session.store.traffic.fetches,
             "stall_seconds": dict(session.store.traffic.stalls),
+            "offloaded_bytes": session.offloaded_bytes,
             "evictions": session.store.traffic.evictions,
             "drops": session.store.traffic.drops,
             "peak_bytes": dict(ledger.peak),
@@ -461,7 +463,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises unless the books of every tier add up."""
-        self._session.store.check_integrity()
+        self._session.check_integrity()
 
     def close(self) -> None:
         """Gives all memory back. The module cannot be used afterwards."""

@@ -65,6 +65,21 @@ class Arrival:
     moment: int
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A storage that forward saves for backward, outside of what is computed again."""
+
+    bytes: int
+    first: int
+    """The moment that saved it first."""
+    alone: int
+    """The first moment from whose start nothing but backward wants it; -1: there is none."""
+    back: int
+    """The first moment that wants it back; -1: there is none."""
+    checkpoint: bool = False
+    """A checkpointed region's input."""
+
+
 @dataclass(frozen=True)
 class Record:
     signature: str
@@ -78,6 +93,8 @@ class Record:
     between: int = 0
     """Bytes of non-model data from the end of the pass to the next: what the loop still holds, and its next
     input."""
+    saved: tuple[Saved, ...] = ()
+    """In the order in which they were saved; only where activations are to be offloaded."""
 
     @property
     def flops(self) -> int:

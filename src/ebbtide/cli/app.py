@@ -16,6 +16,7 @@ from typer.main import get_command
 from ebbtide.cli.bench import bench
 from ebbtide.cli.demo import demo
 from ebbtide.cli.doctor import doctor
+from ebbtide.cli.options import spelled_out
 from ebbtide.cli.plan import plan
 from ebbtide.cli.train import train
 from ebbtide.errors import EbbtideError, nearest
@@ -39,8 +40,9 @@ INTERRUPTED = 130
 
 def run(arguments: Sequence[str]) -> int:
     """The exit status: 0, or 2 with one message on standard error; a bug keeps its traceback."""
+    arguments = spelled_out(arguments)
     try:
-        return get_command(app).main(list(arguments), prog_name="ebbtide", standalone_mode=False) or 0
+        return get_command(app).main(arguments, prog_name="ebbtide", standalone_mode=False) or 0
     except EbbtideError as error:
         return _refuse(str(error))
     except (typer.Abort, KeyboardInterrupt):

@@ -161,6 +161,7 @@ class Training:
             "seconds": {**self.seconds, **stats.get("seconds", {})},
             "peak_bytes": stats.get("peak_bytes", {}),
             "moved_bytes": stats.get("moved_bytes", {}),
+            "offloaded_bytes": stats.get("offloaded_bytes", 0),
             "budget_bytes": stats.get("budget_bytes", {}),
             **self._wear(stats),
             "bound_seconds": stats.get("bound_seconds"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ CONFIG_KEYS = {
     "--eviction": "eviction",
     "--prefetch": "prefetch",
     "--updates": "updates",
+    "--offload-activations": "offload_activations",
     "--max-staleness": "max_staleness",
     "--accumulate": "accumulate",
     "--clip": "clip",
@@ -28,6 +29,7 @@ CONFIG_KEYS = {
     "--ssd-memory": "ssd.memory",
     "--ssd-dir": "ssd.folder",
 }
+OFFLOAD, AUTO = "--offload-activations", "auto"
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -68,6 +70,29 @@ def one_of(flag: str, value: str, choices: Iterable[str]) -> str:
         return value
     allowed = ", ".join(f"'{choice}'" for choice in known)
     raise ConfigError(f"{flag}: expected one of {allowed}, found {value!r}{nearest(value, known)}")
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """No flag of typer's may have its value left out: a bare --offload-activations of `train` gets one."""
+    made = list(arguments)
+    for place, argument in enumerate(made):
+        alone = argument == OFFLOAD and (place + 1 == len(made) or made[place + 1].startswith("--"))
+        if alone and made[0] == "train":
+            made[place] = f"{OFFLOAD}={AUTO}"
+    return made
+
+
+def offloaded(value: str | None, checkpointed: bool) -> str | None:
+    """What --offload-activations asks for; bare, it is what there is to offload."""
+    if value is None:
+        return None
+    if one_of(OFFLOAD, value, (AUTO, "checkpoints", "all", "off")) == AUTO:
+        return "checkpoints" if checkpointed else "all"
+    if value == "checkpoints" and not checkpointed:
+        raise ConfigError(
+            f"{OFFLOAD}: expected --checkpoint-activations beside 'checkpoints', for without it there are none, or 'all'"
+        )
+    return value
 
 
 def configure(file: Path | None, flags: Mapping[str, object]) -> Config:

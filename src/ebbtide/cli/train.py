@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from ebbtide.cli.options import Task, configure, one_of
+from ebbtide.cli.options import Task, configure, offloaded, one_of
 
 if TYPE_CHECKING:
     from ebbtide.cli.loop import Training
@@ -42,6 +42,13 @@ def train(
     checkpoint_activations: Annotated[
         bool, Option("--checkpoint-activations", help="Compute activations again in backward.")
     ] = False,
+    offload_activations: Annotated[
+        str | None,
+        Option(
+            help="Keep on the host until backward: checkpoints, or all that is saved. Bare: checkpoints where "
+            "there are some, else all."
+        ),
+    ] = None,
     device: Annotated[str | None, Option(help="auto, cuda or cpu.")] = None,
     device_memory: Annotated[str | None, Option(help=f"Chunks and activations: auto, or {SIZE}.")] = None,
     host_memory: Annotated[str | None, Option(help=f"auto, or {SIZE}.")] = None,
@@ -66,6 +73,7 @@ def train(
             "--eviction": eviction,
             "--prefetch": None if prefetch is None else one_of("--prefetch", prefetch, ("on", "off")) == "on",
             "--updates": updates,
+            "--offload-activations": offloaded(offload_activations, checkpoint_activations),
             "--accumulate": accumulate,
             "--clip": clip,
             "--lr": lr,

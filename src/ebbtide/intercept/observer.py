@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ebbtide.intercept.kept import Kept
 from ebbtide.intercept.runs import Unit
 
 
@@ -28,6 +29,10 @@ class Observer(Protocol):
 
     def pack(self, tensor: torch.Tensor) -> Any | None:
         """Autograd saves `tensor`: a handle to find it again, or None where it is not model data."""
+
+    def keep(self, tensor: torch.Tensor) -> Kept | None:
+        """Autograd saves what is no model data, and nobody computes it again: how it is kept, or None where the
+        observer does not care."""
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Backward wants what `pack` described."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.intercept.kept import Kept
 from ebbtide.intercept.observer import Observer
 
 _top = torch._C._autograd._top_saved_tensors_default_hooks
@@ -45,12 +46,12 @@ class _Pair:
         if handle is not None:
             return handle
         if self.outer is None:
-            return tensor
+            return self.observer_of().keep(tensor) or Kept(tensor)
         return _Delegated(self.outer[1], self.outer[0](tensor))
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if isinstance(packed, Kept):
+            return packed.get()
         if type(packed) is _Delegated:
             return packed.unpack(packed.value)
         return self.observer_of().unpack(packed)

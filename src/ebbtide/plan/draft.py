@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ebbtide.plan.activations import Away
 from ebbtide.plan.hostside import HostSide, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
@@ -31,11 +32,14 @@ class Plan:
     accumulate: int = 1
     least: int = 0
     """The smallest device budget this iteration could run in."""
+    away: Away | None = None
+    """Activations that leave between forward and backward; the record is without them."""
 
     @property
     def traffic(self) -> int:
-        """Bytes over all links in one iteration; what SSD streams is read and written."""
-        return self.residency.traffic + 2 * self.host.ssd_bytes
+        """Bytes over all links in one iteration; what SSD streams is read and written, activations go and come."""
+        activations = 2 * self.away.bytes * self.accumulate if self.away is not None else 0
+        return self.residency.traffic + 2 * self.host.ssd_bytes + activations
 
     def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
         """Chunks whose state streams from SSD, in the order of their updates."""

@@ -19,12 +19,14 @@ import torch
 from ebbtide.backend import Event
 from ebbtide.errors import BudgetError
 from ebbtide.intercept import Unit
+from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.evict import NEVER, Candidate, choose
 from ebbtide.plan.residency import next_use
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
+from ebbtide.run.activations import Activations
 from ebbtide.run.jobs import Updater
 from ebbtide.run.model import Handle, ModelData
 from ebbtide.tracing.live import Recorder
@@ -52,6 +54,8 @@ class Executor:
         """Executors that share the budget, this one included."""
         self.reclaim: Callable[[int], None] = lambda run: None
         """Called before a run is used: gradients may have taken its parameters' space."""
+        self.activations: Activations | None = None
+        """Those that leave the device between forward and backward, where that is asked for."""
         self.on_gradient: Callable[[int], None] = lambda parameter: None
         """Told of each gradient, after its moment has begun."""
         self.updater = updater
@@ -102,6 +106,15 @@ class Executor:
     def pack(self, tensor: torch.Tensor) -> Handle | None:
         return self.data.locate(tensor)
 
+    def keep(self, tensor: torch.Tensor) -> Kept | None:
+        if self.activations is None or self.phase != RUNNING:
+            return None
+        with self.lock:
+            kept = self.activations.keep(tensor)
+            if self.activations.surprise and self.on_track:
+                self.leave_track(self.activations.surprise)
+            return kept
+
     def unpack(self, handle: Handle) -> torch.Tensor:
         with self.lock:
             if handle.run not in self._reversing:
@@ -126,6 +139,8 @@ class Executor:
 
     def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0) -> None:
         """A training pass starts, at `offset` moments into the plan's iteration."""
+        if self.activations is not None:
+            self.activations.begin(None if plan is None else plan.away, recorder)
         self.plan, self.recorder = plan, recorder
         self.phase = RUNNING
         self.position = offset - 1
@@ -146,6 +161,8 @@ class Executor:
             self._sweep(everything=True)
             self.states.settle()
             self.phase = IDLE
+            if self.activations is not None:
+                self.activations.finish()
 
     def _after_forward(self) -> State:
         return State.HOLD_AFTER_FWD if self.phase != IDLE else State.HOLD
@@ -162,6 +179,8 @@ class Executor:
         self.states.moment = self.position
         if self.recorder is not None and what % 4 != UPDATE:
             self.recorder.moment(what)
+        if self.activations is not None:
+            self.activations.moment()
         if self.on_track:
             self._follow(what)
 
@@ -188,7 +207,7 @@ class Executor:
         if not expected:
             self.leave_track(f"moment {place}: {self._name(what)} was not expected")
             return
-        level, before = plan.levels[place], self.ledger.level["device"]
+        level, before = plan.levels[place] + self._late(place), self.ledger.level["device"]
         if level < before:
             self.ledger.set_level("device", level)
         for trigger in plan.triggers[place]:
@@ -196,7 +215,20 @@ class Executor:
                 self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)
             )
         if level > before:
-            self.raise_level(level)
+            short = level - before > self.ledger.room("device")
+            self.raise_level(plan.levels[place] + self._late(place, wait=short))
+        if self.activations is not None and what % 4 != UPDATE:
+            self.activations.arrive(place % length)
+
+    def _late(self, place: int, wait: bool = False) -> int:
+        """Bytes of activations that the plan has away and that are still here: their copies are waited for only where
+        there is no room for that, or with `wait`."""
+        plan, activations = self.plan, self.activations
+        length = len(plan.record.moments) if plan is not None else 0
+        if plan is None or activations is None or place >= length * plan.accumulate:
+            return 0
+        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place]
+        return activations.depart(place % length, -1 if wait else free)
 
     def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do."""
@@ -235,7 +267,7 @@ class Executor:
             self._wanted.append((chunk, True))
 
     def _has_room(self, needed: int) -> bool:
-        if self.ledger.room("device") >= needed:
+        if self.ledger.room("device") >= needed or self._hurry(needed):
             return True
         link = SSD_WRITE if self.store.near == "device" else TO_HOST
         for leaving in self.store.moving(link):
@@ -248,6 +280,8 @@ class Executor:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
         self.on_track = False
         self.diverged = why
+        if self.activations is not None:
+            self.activations.leave_plan()
         if self.plan is not None:
             self.raise_level(max(self.plan.levels, default=0))
 
@@ -432,7 +466,7 @@ class Executor:
 
     def make_room(self, needed: int, rising: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
-        if needed <= self.ledger.room("device"):
+        if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
             return
         others = [peer for peer in self.peers if peer is not self]
         for attempt in ("leaving", "evict", "updates", "arriving", "evict"):
@@ -463,6 +497,15 @@ class Executor:
             short=short,
             advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
         )
+
+    def _hurry(self, needed: int) -> bool:
+        """Waits for activations that are late in leaving; whether that is enough."""
+        before = self.activations.late if self.activations is not None else 0
+        if not before:
+            return False
+        level = self.ledger.level["device"] - before + self._late(self.position, wait=True)
+        self.ledger.set_level("device", level)
+        return needed <= self.ledger.room("device")
 
     def make_host_room(self, needed: int) -> None:
         """Frees host memory where there is SSD: copies of parameters that are elsewhere, then parameters themselves,

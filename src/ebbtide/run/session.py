@@ -24,6 +24,7 @@ from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import build_layout, unit_elements
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
+from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import step_seconds
 from ebbtide.plan.job import Job
@@ -33,6 +34,7 @@ from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.plan.stage import stage_bytes
 from ebbtide.record import Record
+from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
 from ebbtide.run.hosted import HostModules
 from ebbtide.run.jobs import Updater
@@ -106,7 +108,12 @@ class Session:
             and config.placement != "static",
             ssd=self.budget("ssd"),
         )
-        self.traces = Traces(self.shape, settings, self._cost(settings))
+        if config.offload_activations != OFF:
+            self.executor.activations = Activations(
+                self.store, config.offload_activations, self.executor.lock
+            )
+            self.executor.activations.spare = weakref.WeakMethod(self._spare_host)
+        self.traces = Traces(self.shape, settings, self._cost(settings), config.offload_activations)
         self.symbolic_note = ""
         self._pending: tuple[Record, Any] | None = None
         self._recorder: Recorder | None = None
@@ -384,6 +391,7 @@ class Session:
                 self.unmanaged.fixed_bytes(),
                 self.interceptor.substituted,
                 scalar_loss,
+                saved=self.executor.activations is not None,
             )
         except Exception as reason:
             # Any operator may lack a fake kernel; the first iteration is then cautious instead.
@@ -401,6 +409,22 @@ class Session:
             plan.update_order(self.config.updates == "in-backward", self.shape.parameter_chunk)
         )
         return plan
+
+    def _spare_host(self, needed: int) -> None:
+        """Parameters whose state lives on the device give up their copies on the host where that is wanted."""
+        self.executor.make_host_room(needed)
+        for index, home in enumerate(self.updates.homes):
+            chunk = self.data.parameter_chunk(index)
+            if self.ledger.room("host") >= needed:
+                return
+            if home != "device" or chunk.host is None or chunk.work is not None:
+                continue
+            if not chunk.device_valid and self.ledger.room("device") >= self.store.room_needed(
+                chunk, "device"
+            ):
+                self.executor.bring(chunk)
+            if chunk.device_valid and chunk.move is None:
+                self.store.drop(chunk, "host")
 
     def _move_home(self, plan: Plan) -> None:
         homes = self.updates.homes
@@ -469,6 +493,8 @@ class Session:
         self.executor.recorder = None
         self.backend.watch(None)
         self.executor.finish()
+        for parameter in self.data.parameters:
+            parameter.grad = None  # one that arrived and was not taken would be added to the next
 
     # -- update ---------------------------------------------------------------------------------------
 
@@ -484,11 +510,23 @@ class Session:
         self.updates.discard()
         self.micro = 0
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Activations that were sent to the host so far."""
+        return self.executor.activations.offloaded_bytes if self.executor.activations is not None else 0
+
+    def check_integrity(self) -> None:
+        self.store.check_integrity()
+        if self.executor.activations is not None:
+            self.executor.activations.check()
+
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
         self.executor.updater.drop()
         self.streaming.close()
         self.updates.kept.clear()
+        if self.executor.activations is not None:
+            self.executor.activations.close()
         self.interceptor.remove()
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)

@@ -144,6 +144,16 @@ def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
         )
 
 
+def refuse_nowhere(config: Config, host: int) -> None:
+    """Activations can leave the device only where there is somewhere to go."""
+    if config.offload_activations != "off" and host == 0:
+        raise ConfigError(
+            f"offload_activations: {config.offload_activations!r} sends activations to the host, which has no memory "
+            "here; set host.memory (on a CPU device.memory, too, for without it there is one tier), or "
+            "offload_activations to 'off'"
+        )
+
+
 def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: bool) -> str:
     """What distinguishes one iteration's input from another's: shapes and dtypes, simple values."""
     parts: list[str] = ["train" if training else "eval"]

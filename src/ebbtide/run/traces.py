@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ebbtide.errors import BudgetError
+from ebbtide.plan.activations import OFF, choices
 from ebbtide.plan.bound import least_traffic
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.place import Cost, make_plan
@@ -27,10 +29,14 @@ class Known:
 class Traces:
     """Records and plans by signature, the most recently used ones."""
 
-    def __init__(self, shape: ModelShape, settings: Settings, cost: Cost | None = None) -> None:
+    def __init__(
+        self, shape: ModelShape, settings: Settings, cost: Cost | None = None, offload: str = OFF
+    ) -> None:
+        """`offload`: which activations leave the device between forward and backward."""
         self.shape = shape
         self.settings = settings
         self.cost = cost
+        self.offload = offload
         self.count = 0
         self._known: OrderedDict[str, Known] = OrderedDict()
 
@@ -51,8 +57,22 @@ class Traces:
 
     def plan(self, known: Known) -> Plan:
         if known.plan is None:
-            known.plan = make_plan(self.shape, known.record, self.settings, self.cost)
+            known.plan = self._make(known.record)
         return known.plan
+
+    def _make(self, record: Record) -> Plan:
+        if self.offload == OFF:
+            return make_plan(self.shape, record, self.settings, self.cost)
+        refusal: BudgetError | None = None
+        for left, away in choices(record, self.offload, self.settings.host):
+            settings = replace(self.settings, host=self.settings.host - away.bytes)
+            try:
+                return replace(make_plan(self.shape, left, settings, self.cost), away=away)
+            except BudgetError as error:
+                if refusal is None or error.short < refusal.short:
+                    refusal = error
+        assert refusal is not None  # nothing leaving is the last choice, and needs no room
+        raise refusal
 
     def highest(self) -> int:
         """The highest tide that any known kind of input has."""

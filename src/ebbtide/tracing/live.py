@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from ebbtide.record import Access, Arrival, Moment, Record
+from ebbtide.record import Access, Arrival, Moment, Record, Saved
 from ebbtide.tracing.meter import Meter
 
 
@@ -28,6 +29,9 @@ class Recorder:
         self._accesses: list[Access] = []
         self._arrivals: list[Arrival] = []
         self._open: dict[int, tuple[int, int]] = {}
+        self._saved: list[Saved] = []
+        self._away = 0
+        self._seen = 0
         meter.take_peak()
         meter.take_work()
 
@@ -44,11 +48,35 @@ class Recorder:
     def _close(self) -> None:
         """The moment that runs now is over."""
         seconds = time.perf_counter() - self._start
-        peak, work = self._meter.take_peak() + self._fixed, self._meter.take_work()
+        peak, work = self._take_peak() + self._fixed, self._meter.take_work()
         if self._event >= 0:
-            alive = self._meter.alive() + self._fixed
+            alive = self._meter.alive() + self._away + self._fixed
             self._moments.append(Moment(self._event, peak, seconds, work, alive))
             self._event = -1
+
+    def _take_peak(self) -> int:
+        peak, self._seen = max(self._seen, self._meter.take_peak() + self._away), 0
+        return peak
+
+    def shift(self, count: int) -> None:
+        """So many bytes of activations have just left the device, or (negative) are about to come back. The record
+        says what there is without that, for a plan may choose otherwise."""
+        self._seen = self._take_peak()
+        self._away += count
+
+    def save(self, count: int, checkpoint: bool) -> int:
+        """A storage is saved for backward; its number."""
+        self._saved.append(Saved(count, max(0, self.index), -1, -1, checkpoint))
+        return len(self._saved) - 1
+
+    def alone(self, number: int) -> None:
+        """From the moment that begins now, nothing but backward wants a saved storage."""
+        self._saved[number] = replace(self._saved[number], alone=max(0, self.index))
+
+    def wanted(self, number: int) -> None:
+        """Backward wants a saved storage."""
+        if self._saved[number].back < 0:
+            self._saved[number] = replace(self._saved[number], back=max(0, self.index))
 
     def begin(self, run: int, phase: int) -> None:
         self._open[run] = (self.index, phase)
@@ -68,7 +96,7 @@ class Recorder:
         for run in list(self._open):
             self.end(run)
         accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))
-        between = self._fixed + self._meter.alive() + self._inputs
+        between = self._fixed + self._meter.alive() + self._away + self._inputs
         return Record(
             self._signature,
             tuple(self._moments),
@@ -77,4 +105,5 @@ class Recorder:
             self._fixed,
             self._source,
             between,
+            tuple(self._saved),
         )

@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ebbtide.intercept import Unit
+from ebbtide.intercept.kept import Kept
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
 from ebbtide.tracing.elsewhere import Rules
 from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import StorageMeter, storage_bytes
 from ebbtide.tracing.routing import even_load
+from ebbtide.tracing.saved import SavedList
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,14 @@ class _Saved:
 class SymbolicObserver:
     """Writes what it is told into a recorder; fake weights are everywhere at once."""
 
-    def __init__(self, recorder: Recorder, weights: Mapping[int, _Weight]) -> None:
-        """`weights` by the address of their storage's object."""
+    def __init__(
+        self, recorder: Recorder, weights: Mapping[int, _Weight], saved: SavedList | None = None
+    ) -> None:
+        """`weights` by the address of their storage's object; `saved` is told of all else that is saved."""
         self._recorder = recorder
         self._weights = weights
+        self._saved = saved
+        self._forward = True
         self._count: dict[int, int] = {}
         self._reversing: dict[int, _Weight] = {}
 
@@ -71,6 +77,12 @@ class SymbolicObserver:
                 del self._reversing[run]
                 self._end(run)
         self._recorder.moment(what)
+        if self._saved is not None:
+            self._saved.moment()
+
+    def reverse(self) -> None:
+        """Backward starts: what a region that is computed again saves is not recorded."""
+        self._forward = False
 
     def enter(self, unit: Unit) -> None:
         self._moment(event(FORWARD, unit.index))
@@ -94,6 +106,9 @@ class SymbolicObserver:
         if weight is None or tensor.dtype != weight.flat.dtype:
             return None
         return _Saved(weight, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def keep(self, tensor: torch.Tensor) -> Kept | None:
+        return self._saved.keep(tensor) if self._saved is not None and self._forward else None
 
     def unpack(self, handle: _Saved) -> torch.Tensor:
         weight = handle.weight
@@ -133,10 +148,12 @@ def trace_symbolically(
     find_loss: Callable[[Any], torch.Tensor | None],
     keep_outputs: bool = True,
     rules: Rules | None = None,
+    saved: bool = False,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
     the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
-    only the loss. `rules`: of a device that is not the one that is traced on."""
+    only the loss. `rules`: of a device that is not the one that is traced on. `saved`: the record says what is
+    saved for backward, too."""
     imagine = partial(
         _trace,
         module,
@@ -149,6 +166,7 @@ def trace_symbolically(
         find_loss,
         keep_outputs,
         rules,
+        saved,
     )
     known = KnownValues()
     try:
@@ -170,6 +188,7 @@ def _trace(
     find_loss: Callable[[Any], torch.Tensor | None],
     keep_outputs: bool,
     rules: Rules | None,
+    saved: bool,
     known: AbstractContextManager[Any],
 ) -> Record:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -178,7 +197,7 @@ def _trace(
     meter = StorageMeter(lambda storage: storage in weights or storage in kept, rules=rules)
     inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
-    observer = SymbolicObserver(recorder, weights)
+    observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
     with (
         _unchanged(module, partial(_imagined, mode, parameters), kept),
@@ -197,6 +216,7 @@ def _trace(
         loss = find_loss(out)
         if not keep_outputs:
             out = None
+        observer.reverse()
         if loss is not None and loss.requires_grad:
             loss.backward()
         del out, loss

@@ -1,0 +1,136 @@
+"""Which saved tensors could leave the device until backward, and what else holds them meanwhile.
+
+Autograd saves an input of an operator that somebody else may hold as well: the next layer, the user. Only once
+all others have let go does it help the device that a copy lies elsewhere. The use count of the storage, less what we
+hold ourselves, says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ebbtide.intercept.kept import Kept
+
+if TYPE_CHECKING:
+    from ebbtide.tracing.live import Recorder
+
+SMALLEST = 64 << 10
+"""Bytes of a storage below which a copy is not worth its overhead."""
+_CHECKPOINT = torch.utils.checkpoint.CheckpointFunction.forward.__code__.co_filename
+_OURS = __file__.removesuffix("tracing/saved.py")
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+_DEPTH = 3
+"""Frames between a hook and the wrapper that saves a region's inputs, one to spare."""
+
+
+def movable(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
+    """The storage of a tensor whose bytes could leave `device`."""
+    if type(tensor) not in _PLAIN or tensor.device != device or tensor.layout != torch.strided:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None  # tensors without one storage
+    return storage if storage.nbytes() >= SMALLEST else None
+
+
+def _beside(tensor: torch.Tensor) -> int:
+    """What counts as a user of a storage beside its tensors: its Python object, once it was asked for."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
+
+
+_BESIDE = _beside(torch.empty(1))
+
+
+def others(storage: int, ours: int) -> bool:
+    """Whether anyone but us holds a storage (by address): `ours` tensors are our own."""
+    return torch._C._storage_Use_Count(storage) > ours + _BESIDE
+
+
+def is_checkpoint_input() -> bool:
+    """Inside a pack hook: whether torch's checkpoint saves an input of its region.
+
+    A region's inside is never seen here: without reentrance torch's own hooks take what is saved there, with it
+    nothing is.
+    """
+    frame, looked = sys._getframe(1), 0
+    while frame is not None and looked < _DEPTH:
+        name = frame.f_code.co_filename
+        if name == _CHECKPOINT:
+            return True
+        looked += not name.startswith(_OURS)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Storage:
+    """A storage that an imagined pass has saved."""
+
+    __slots__ = ("key", "number", "tensors", "version")
+
+    def __init__(self, key: int, number: int, version: int) -> None:
+        self.key, self.number, self.version = key, number, version
+        self.tensors = 0
+
+
+class _Imagined(Kept):
+    __slots__ = ("_list", "_storage")
+
+    def __init__(self, tensor: torch.Tensor, storage: _Storage, among: SavedList) -> None:
+        super().__init__(tensor)
+        self._storage, self._list = storage, among
+        storage.tensors += 1
+
+    def get(self) -> torch.Tensor:
+        self._list.wanted(self._storage)
+        return super().get()
+
+    def __del__(self) -> None:
+        self._storage.tensors -= 1
+        if not self._storage.tensors:
+            self._list.forget(self._storage)
+
+
+class SavedList:
+    """Writes what an imagined pass saves into its record."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self._recorder = recorder
+        self._device = device
+        self._storages: dict[int, _Storage] = {}
+        self._held: set[_Storage] = set()
+        """By others, too."""
+
+    def keep(self, tensor: torch.Tensor) -> Kept | None:
+        storage = movable(tensor, self._device)
+        if storage is None:
+            return None
+        known = self._storages.get(storage._cdata)
+        if known is None or known.version != tensor._version:
+            number = self._recorder.save(storage.nbytes(), is_checkpoint_input())
+            known = self._storages[storage._cdata] = _Storage(storage._cdata, number, tensor._version)
+            self._held.add(known)
+        return _Imagined(tensor, known, self)
+
+    def moment(self) -> None:
+        """A moment begins."""
+        for storage in [s for s in self._held if not others(s.key, s.tensors)]:
+            self._held.discard(storage)
+            self._recorder.alone(storage.number)
+
+    def wanted(self, storage: _Storage) -> None:
+        self._held.discard(storage)
+        self._recorder.wanted(storage.number)
+
+    def forget(self, storage: _Storage) -> None:
+        self._held.discard(storage)
+        if self._storages.get(storage.key) is storage:
+            del self._storages[storage.key]
