@@ -296,24 +296,29 @@ class ChunkStore:
         """Ends work and a move under way. With `host` the host itself may read or write its copy afterwards."""
         if chunk.work is not None:
             chunk.work.settle()
-        if chunk.move is not None:
-            link, events = chunk.move
-            left, arrived = self.ends_of(link)
-            chunk.move = None
-            try:
-                self._wait(events, link)
-            except BaseException:
-                self._close(chunk, arrived)
-                raise
-            if link in (TO_DEVICE, TO_HOST):
-                chunk.pending = events
-            chunk.mark(arrived, True)
-            if link in (TO_HOST, SSD_WRITE):
-                self._close(chunk, left)
+        self.end_move(chunk)
         if host:
             for event in chunk.pending:
                 event.synchronize()
             chunk.pending = []
+
+    def end_move(self, chunk: Chunk) -> None:
+        """Ends a move under way, and leaves work on the chunk to itself."""
+        if chunk.move is None:
+            return
+        link, events = chunk.move
+        left, arrived = self.ends_of(link)
+        chunk.move = None
+        try:
+            self._wait(events, link)
+        except BaseException:
+            self._close(chunk, arrived)
+            raise
+        if link in (TO_DEVICE, TO_HOST):
+            chunk.pending = events
+        chunk.mark(arrived, True)
+        if link in (TO_HOST, SSD_WRITE):
+            self._close(chunk, left)
 
     def ends_of(self, link: str) -> tuple[str, str]:
         """Where a link's moves come from and where they go."""

@@ -141,13 +141,15 @@ def ebbtide(ask: Ask) -> Setup:
         and config.updates == "exact"
         and config.placement != "static"
     )
-    one_tier = ask.machine.device.kind == "cpu" and not ask.host
+    settings = ask.settings(take_over=take_over)
+    one_tier = ask.machine.device.kind == "cpu" and settings.alone
     return _setup(
         ask,
         layout,
         ask.master,
-        ask.settings(take_over=take_over),
+        settings,
         captured=not one_tier,
+        blocking=not config.prefetch,
         lock_free=config.updates == "lock-free",
     )
 

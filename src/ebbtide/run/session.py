@@ -171,7 +171,9 @@ class Session:
         rates = Rates(Machine.read(self.config.machine))
         updates = update_bytes(self.shape, self.config.resolved_master)
         captured = () if self.updates.kept.enabled else tuple(self._gradient_bytes())
-        return lambda plan: step_seconds(Job(self.shape, plan, settings, rates, updates, captured))
+        return lambda plan: step_seconds(
+            Job(self.shape, plan, settings, rates, updates, captured, blocking=not settings.prefetch)
+        )
 
     def _gradient_bytes(self) -> Iterator[int]:
         for place in self.data.places:
