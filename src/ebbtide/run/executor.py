@@ -231,8 +231,14 @@ class Executor:
         return activations.depart(place % length, -1 if wait else free)
 
     def raise_level(self, level: int, guess: bool = False) -> None:
-        """Non-model data will take `level` bytes: chunks make room before they do."""
-        self.make_room(level - self.ledger.level["device"], rising=True)
+        """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
+        they have somewhere to go."""
+        try:
+            self.make_room(level - self.ledger.level["device"], rising=True)
+        except BudgetError:
+            if not guess:
+                raise
+            level = max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
         self.ledger.set_level("device", level, guess)
 
     def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:

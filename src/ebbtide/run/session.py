@@ -32,7 +32,7 @@ from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
-from ebbtide.plan.stage import stage_bytes
+from ebbtide.plan.stage import stage_bytes, stored_bytes
 from ebbtide.record import Record
 from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
@@ -267,7 +267,9 @@ class Session:
             room -= stage_bytes(shape.state_bytes, shape.piece) + 2 * max(shape.parameter_bytes)
         if held + needed + page <= room:
             return first
-        return "ssd" if budgets["ssd"] else "device"
+        on_ssd = [shape.state_bytes[i] for i, home in enumerate(self.updates.homes) if home == "ssd"]
+        stored = sum(stored_bytes(count, shape.piece) for count in (*on_ssd, shape.state_bytes[index]))
+        return "ssd" if stored <= budgets["ssd"] else "device"
 
     def first_level(self) -> int:
         """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""
