@@ -197,7 +197,10 @@ class StateStream:
         return self._free.pop()
 
     def _resume_after(self, key: Key) -> None:
-        """What was expected did not come: read on after what did."""
+        """It was not read ahead. Where another was expected, reading goes on after this one."""
+        if self._order and self._order[self._next] == key:
+            self._next = (self._next + 1) % len(self._order)
+            return
         self.misses += 1
         self._drop_ahead()
         if key in self._order:

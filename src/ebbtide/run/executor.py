@@ -240,6 +240,7 @@ class Executor:
                 raise
             level = max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
         self.ledger.set_level("device", level, guess)
+        self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
 
     def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
         """One of the plan's moves: a hint, left undone where the state of things is another."""
