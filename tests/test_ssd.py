@@ -120,6 +120,25 @@ def test_pending_work_is_invisible(folder: Path, updates: str) -> None:
     assert shas[0] == shas[1]
 
 
+@pytest.mark.parametrize("host", [0, 1_200_000])
+def test_values_that_are_written_count_wherever_copies_are(folder: Path, host: int) -> None:
+    """Other weights are loaded after some steps: training goes on from them, not from a copy that lay elsewhere."""
+    other = zoo.build("gpt2", seed=3).state_dict()
+    shas = []
+    for memory in ("64MB", 2_000_000 if not host else 1_500_000):
+        engine = small(
+            folder, device={"memory": memory}, host={"memory": host}, updates="in-backward", clip=None
+        )
+        for number in range(6):
+            if number == 3:
+                engine.load_state_dict(other)
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+            engine.step()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
 def test_the_folder_is_left_empty(folder: Path) -> None:
     engine = small(folder)
     engine.backward(engine(**zoo.ZOO["gpt2"].batch(0)).loss)

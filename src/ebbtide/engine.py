@@ -16,11 +16,11 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, nearest
-from ebbtide.kernels import cpu_kernels, gpu_kernels
+from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
-from ebbtide.run.setup import choose, refuse_nowhere, refuse_unbuilt, signature_of
+from ebbtide.run.setup import Choice, choose, refuse_nowhere, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
 from ebbtide.state import values
 from ebbtide.state.module import guard, refuse_held, retire
@@ -82,19 +82,13 @@ class Engine:
         self._tiers = tiers
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
-        choice = choose(module, config)
-        files = WeightFiles(weights, module) if weights is not None else None
-        self.optimizer = self._make_optimizer(param_groups)
-        start = Start(module, files)
-        self._session = Session(
-            module, choice, config, tiers.backend, tiers.ledger, kernels, tiers.executors, start, tiers.disk
-        )
         try:
-            start.finish()
-            if files is not None:
-                files.load(self._session, start.given)
+            choice = choose(module, config)
+            files = WeightFiles(weights, module) if weights is not None else None
+            self.optimizer = self._make_optimizer(param_groups)
+            self._session = self._take_over(choice, kernels, files)
         except BaseException:
-            self._session.undo(start)
+            tiers.close_unused()
             raise
         self._session.updates.regroup(self.optimizer.param_groups)
         guard(self._session)
@@ -103,6 +97,30 @@ class Engine:
         self._closed = False
         self._losses: list[torch.Tensor] = []
         self._stepping = False
+
+    def _take_over(
+        self, choice: Choice, kernels: Mapping[str, Kernels], files: WeightFiles | None
+    ) -> Session:
+        tiers, start = self._tiers, Start(self.module, files)
+        session = Session(
+            self.module,
+            choice,
+            self.config,
+            tiers.backend,
+            tiers.ledger,
+            kernels,
+            tiers.executors,
+            start,
+            tiers.disk,
+        )
+        try:
+            start.finish()
+            if files is not None:
+                files.load(session, start.given)
+        except BaseException:
+            session.undo(start)
+            raise
+        return session
 
     def _make_optimizer(self, param_groups: Iterable[dict[str, Any]] | None) -> EngineOptimizer:
         settings = self.config.optimizer
@@ -387,6 +405,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes weights and buffers by name; every key must be there and no other."""
         session = self._open()
+        session.executor.updater.drop()
         self._clear()
         values.load_state_dict(session, state)
         self._mend()
@@ -396,13 +415,15 @@ class Engine:
         are found right."""
         session = self._open()
         files = WeightFiles(folder, self.module)
+        session.executor.updater.drop()
         self._clear()
         files.load(session)
         self._mend()
 
     def _mend(self) -> None:
         """All weights were written: what was half-done is gone."""
-        self._broken = self._session.executor.updater.failed = ""
+        self._broken = ""
+        self._session.executor.updater.mend()
 
     def weights_sha256(self) -> str:
         """Hash of the fp32 master weights in name order."""
@@ -471,8 +492,7 @@ class Engine:
             self._closed = True
             self._session.close()
             retire(self.module)
-            if not self._tiers.executors:
-                self._tiers.close()
+            self._tiers.close_unused()
 
 
 __all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers"]

@@ -8,6 +8,7 @@ is what the host's own reads and writes need.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,24 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
     def done(self) -> bool: ...
+
+
+def wait_for_all(events: Iterable[Event]) -> BaseException | None:
+    """Waits until every event is over, and returns the first error. Memory and extents that a copy still uses must not
+    change hands, so an interrupt (Ctrl-C) has to wait, too: it is what is returned then."""
+    failed: BaseException | None = None
+    for event in events:
+        over = False
+        while not over:
+            try:
+                event.wait()
+                over = True
+            except Exception as error:
+                failed = failed or error
+                over = True
+            except BaseException as interrupt:
+                failed = interrupt
+    return failed
 
 
 class Backend(Protocol):

@@ -5,7 +5,9 @@ Torch is imported by the commands themselves, so that help and misspelt flags an
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -35,16 +37,29 @@ app.command()(demo)
 app.command()(doctor)
 
 BAD_INPUT = 2
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: engines close, and leave no files on SSD."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit status: 0, or 2 with one message on standard error; a bug keeps its traceback."""
     arguments = spelled_out(arguments)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         return get_command(app).main(arguments, prog_name="ebbtide", standalone_mode=False) or 0
     except EbbtideError as error:
         return _refuse(str(error))
+    except _Terminated:
+        print("ebbtide: terminated; what was trained since the start is not saved", file=sys.stderr)
+        return TERMINATED
     except (typer.Abort, KeyboardInterrupt):
         print("ebbtide: interrupted; what was trained since the start is not saved", file=sys.stderr)
         return INTERRUPTED

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from ebbtide.backend.base import Backend, Event
+from ebbtide.backend.base import Backend, Event, wait_for_all
 from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import IntegrityError, StateError
 from ebbtide.layout import Layout
@@ -110,8 +111,11 @@ class ChunkStore:
         self._close(chunk, tier)
 
     def free(self, chunk: Chunk) -> None:
-        """The chunk's payload is no longer needed anywhere."""
-        self.settle(chunk)
+        """The chunk's payload is no longer needed anywhere, nor whether what was under way ends well."""
+        with suppress(Exception):
+            self.settle(chunk)
+        with suppress(Exception):
+            self.end_move(chunk)
         if chunk.pins:
             raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot be freed")
         for tier in TIERS:
@@ -340,12 +344,7 @@ class ChunkStore:
 
     def _wait(self, events: Sequence[Event], link: str) -> None:
         start = time.perf_counter()
-        failed: BaseException | None = None
-        for event in events:  # all of them: while one is under way its memory cannot be freed
-            try:
-                event.wait()
-            except Exception as error:
-                failed = failed or error
+        failed = wait_for_all(events)
         self.traffic.stalls[link] += time.perf_counter() - start
         if failed is not None:
             raise failed

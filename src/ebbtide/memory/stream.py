@@ -14,12 +14,11 @@ import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from ebbtide.backend.base import Event
+from ebbtide.backend.base import Event, wait_for_all
 from ebbtide.disk.space import Extent
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE
 from ebbtide.memory.ssd import Group, SsdSpace, offsets
@@ -63,7 +62,7 @@ class StateStream:
         """By chunk, the kinds that SSD has; the others are all zeros."""
         self._updated: set[Key] = set()
         """Pieces that SSD has of all kinds since."""
-        self.failed: BaseException | None = None
+        self.failed: Exception | None = None
         self.misses = 0
         """Pieces that were wanted out of the expected order."""
 
@@ -212,25 +211,25 @@ class StateStream:
 
     def _recycle(self, slot: Slot) -> None:
         """Nobody needs what the buffer holds; a read under way still writes to it."""
-        events, slot.events, slot.parts = slot.events, [], []
-        for event in events:
-            with suppress(Exception):  # it concerned bytes that nobody waits for
-                event.wait()
+        failed = wait_for_all(slot.events)  # of bytes that nobody waits for
+        slot.events, slot.parts = [], []
         self._free.append(slot)
+        if failed is not None and not isinstance(failed, Exception):
+            raise failed
 
     def _collect(self, wait: bool) -> None:
         """Takes back buffers whose writes are over; with `wait`, one at least."""
         while self._writing and (wait or all(event.done() for event in self._writing[0].events)):
             wait = False
-            slot = self._writing.pop(0)
-            events, slot.events, slot.parts = slot.events, [], []
+            slot = self._writing[0]
+            failed = wait_for_all(slot.events)
+            self._writing.pop(0)
+            slot.events, slot.parts = [], []
             self._free.append(slot)
-            try:
-                for event in events:
-                    event.wait()
-            except Exception as error:
-                self.failed = self.failed or error
+            if failed is not None and not isinstance(failed, Exception):
+                raise failed
+            self.failed = self.failed or failed
 
     def _raise_failed(self) -> None:
         if self.failed is not None:
-            raise self.failed
+            raise self.failed.with_traceback(None)

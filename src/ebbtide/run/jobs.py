@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ebbtide.backend import Event, Stream
 from ebbtide.errors import StateError
@@ -154,12 +155,20 @@ class Updater:
             self.state.drain()
 
     def drop(self) -> None:
-        """Lets everything end, whatever comes of it."""
+        """Lets everything end, whatever comes of it; `failed` says that."""
         while self._pending:
-            try:
+            with suppress(Exception):
                 self._pending.popleft().settle()
-            except Exception:
-                continue
+        if self.state is not None:
+            with suppress(Exception):
+                self.state.drain()
+            self.state.failed = None
+
+    def mend(self) -> None:
+        """All weights were written anew: what was half-done is gone."""
+        self.failed = ""
+        if self.state is not None:
+            self.state.failed = None
 
     def _fail(self, error: BaseException) -> None:
         self.failed = f"an update ended half-way ({error})"

@@ -268,6 +268,8 @@ class ModelData:
                     piece.copy_(value_there)
         for chunk, flat in changed.items():
             self.store.poke(chunk, place.offset, flat)
+        for chunk, tier in copies:
+            self.store.written(chunk, tier)
 
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""

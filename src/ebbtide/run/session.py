@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
+from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import build_layout, unit_elements
@@ -48,6 +49,10 @@ from ebbtide.run.updates import Updates
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import AllocatorMeter, StorageMeter, storage_bytes
 from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
+
+FIRST_BATCH = 20
+"""One of so many parts of a device with SSD beside it is kept free for the first batch; before its operators run there
+is a plan."""
 
 
 class Session:
@@ -208,11 +213,14 @@ class Session:
                 self.data.release_original(member)
             if tier == "device":
                 self.data.bind(index)
-        self._open_streaming(self._on_ssd())
+        self._open_streaming(self._at_home("ssd"))
         if source is not None:
             source.fill()
         self.unmanaged.take_over(choice)
-        self.executor.raise_level(self.first_level(), guess=True)
+        level = self.first_level()
+        if self.store.near == "device":
+            level = min(level, self.ledger.budgets["device"] // FIRST_BATCH)
+        self.executor.raise_level(level, guess=True)
 
     def _open_streaming(self, chunks: Sequence[int]) -> None:
         on_ssd = [index for index in chunks if self.shape.state_bytes[index]]
@@ -220,9 +228,6 @@ class Session:
         self.streaming.open(
             on_ssd, self.executor.make_room if near == "device" else self.executor.make_host_room
         )
-
-    def _on_ssd(self) -> list[int]:
-        return [i for i, home in enumerate(self.updates.homes) if home == "ssd"]
 
     def _first_value(self, member: int, source: Source | None) -> torch.Tensor:
         value = None if source is None else source.value(self.data.names[member])
@@ -234,7 +239,7 @@ class Session:
         return dense(value)
 
     def undo(self, source: Source | None) -> None:
-        """The take-over failed: the user's module is as it was."""
+        """The take-over failed: the user's module is as it was. Values that a broken disk has are lost with it."""
         kernels = self.updates.kernels["host"]
         self.interceptor.remove()
         for member, parameter in enumerate(self.data.parameters):
@@ -243,33 +248,38 @@ class Session:
                 dtype = self.data.originals[member]
                 replace(parameter, torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta"))
             elif self.data.taken[member]:
-                value = self.data.load_value(member, kernels)
-                parameter.data = value.to(self.data.originals[member])
+                with suppress(DiskError, IntegrityError):
+                    value = self.data.load_value(member, kernels)
+                    parameter.data = value.to(self.data.originals[member])
         if source is not None:
             source.undo()
+        self.streaming.close()
         _release(self.store)
+        self.executor.peers.discard(self.executor)
 
     def _first_home(self, index: int) -> str:
         """Before there is a plan: the host where it has room for all of the chunk's bytes, else SSD, else the device.
         Where there is SSD and no host, the device keeps half of its budget for what is not known yet."""
         shape, budgets = self.shape, self.ledger.budgets
-        first = self.store.near if budgets["ssd"] else "host"
-        needed = shape.parameter_bytes[index] + shape.gradient_bytes[index] + shape.state_bytes[index]
-        held = sum(
-            shape.parameter_bytes[i]
-            + (shape.gradient_bytes[i] + shape.state_bytes[i] if home == first else 0)
-            for i, home in enumerate(self.updates.homes)
-            if home == first or (home == "ssd" and first == "host")
-        )
         page = 2 * self.layout.unit * 4 if self.layout.cut == "page" else 0
-        room = budgets[first] // 2 if first == "device" else budgets[first]
-        if budgets["ssd"]:
-            room -= stage_bytes(shape.state_bytes, shape.piece) + 2 * max(shape.parameter_bytes)
-        if held + needed + page <= room:
-            return first
-        on_ssd = [shape.state_bytes[i] for i, home in enumerate(self.updates.homes) if home == "ssd"]
-        stored = sum(stored_bytes(count, shape.piece) for count in (*on_ssd, shape.state_bytes[index]))
-        return "ssd" if stored <= budgets["ssd"] else "device"
+        if not budgets["ssd"]:
+            kinds = (shape.parameter_bytes, shape.gradient_bytes, shape.state_bytes)
+            held = sum(count[i] for i in self._at_home("host") for count in kinds)
+            fits = held + sum(count[index] for count in kinds) + page <= budgets["host"]
+            return "host" if fits else "device"
+        near = self.store.near
+        held = sum(shape.parameter_bytes) + stage_bytes(shape.state_bytes, shape.piece) + page
+        held += sum(shape.gradient_bytes[i] + shape.state_bytes[i] for i in (*self._at_home(near), index))
+        held += 2 * max(shape.parameter_bytes) if near == "host" else 0
+        if held <= (budgets[near] // 2 if near == "device" else budgets[near]):
+            return near
+        on_ssd = [shape.state_bytes[i] for i in (*self._at_home("ssd"), index)]
+        return (
+            "ssd" if sum(stored_bytes(count, shape.piece) for count in on_ssd) <= budgets["ssd"] else "device"
+        )
+
+    def _at_home(self, tier: str) -> list[int]:
+        return [i for i, home in enumerate(self.updates.homes) if home == tier]
 
     def first_level(self) -> int:
         """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""
@@ -328,7 +338,7 @@ class Session:
                     data.store_value(member, dense(value), updates.kernels["host"])
             if updates.homes[index] == "ssd":
                 self.streaming.close()
-                self._open_streaming(self._on_ssd())
+                self._open_streaming(self._at_home("ssd"))
         if woken:
             self.shape = self._shape()
             self.traces.replan(self.shape)

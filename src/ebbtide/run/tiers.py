@@ -26,6 +26,11 @@ class Tiers:
     disk: DiskSpace | None = None
     executors: WeakSet[Executor] = field(default_factory=WeakSet)
 
+    def close_unused(self) -> None:
+        """The end, where no engine is left."""
+        if not self.executors:
+            self.close()
+
     def close(self) -> None:
         """Removes the files on SSD; the memory goes with its chunks."""
         if self.disk is not None:

@@ -1,0 +1,187 @@
+"""Faults of the third tier under training: a clear error, no hang, no wrong number, no file left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from disks import FaultyIO
+from ebbtide.backend import CpuBackend
+from ebbtide.config import Config
+from ebbtide.disk.space import READ, WRITE, DiskSpace
+from ebbtide.engine import Engine
+from ebbtide.errors import DiskError, IntegrityError, StateError
+from ebbtide.memory.ledger import Ledger
+from ebbtide.run.tiers import Tiers
+from harness import config_of, expected
+
+STEPS = 4
+BUDGETS = {"device": 2_000_000, "host": 0, "ssd": 64 << 20}
+
+
+def open_engine(folder: Path, io: FaultyIO, checksums: bool = False, **changes: Any) -> Engine:
+    disk = DiskSpace([folder], BUDGETS["ssd"], io=io, checksums=checksums)
+    tiers = {"device": {"memory": BUDGETS["device"]}, "host": {"memory": 0}}
+    settings = config_of(ssd={"folder": str(folder), "memory": BUDGETS["ssd"]}, **tiers, **changes)
+    tiers_of = Tiers(CpuBackend(poison=True), Ledger(BUDGETS), disk)
+    return Engine(zoo.build("gpt2"), Config.read(settings), tiers=tiers_of)
+
+
+def train(engine: Engine) -> str:
+    for number in range(STEPS):
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+        engine.step()
+    return engine.weights_sha256()
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+@pytest.mark.parametrize("link", [READ, WRITE])
+@pytest.mark.parametrize("fail_at", [1, 7, 40, 90])
+def test_a_disk_that_errors(folder: Path, updates: str, link: str, fail_at: int) -> None:
+    """The call that failed is named, and loading weights makes the engine usable again."""
+    seen = 0
+
+    def fail(kind: str, *_: Any) -> None:
+        nonlocal seen
+        seen += kind == link
+        if kind == link and seen == fail_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    clip = None if updates == "in-backward" else 1.0
+    try:
+        engine = open_engine(folder, FaultyIO(fail), updates=updates, clip=clip)
+    except DiskError as error:  # while values were written for the first time
+        assert ".data" in str(error)
+        assert not list(folder.iterdir())
+        return
+    try:
+        try:
+            sha = train(engine)
+        except (DiskError, StateError) as error:
+            assert ".data" in str(error)
+        else:
+            # There were fewer calls, or it was a merged one, of which each part was tried again.
+            assert sha == expected("gpt2", "none", STEPS, clip=clip)[0]
+        engine.load_state_dict(zoo.build("gpt2").state_dict())
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(0)).loss)
+        engine.step()
+        assert engine.weights_sha256()
+        engine.check_integrity()
+    finally:
+        engine.close()
+    assert not list(folder.iterdir())
+
+
+def test_short_transfers_are_no_error(folder: Path) -> None:
+    def some(link: str, file: int, buffers: Sequence[Any], offset: int) -> int | None:
+        total = sum(len(one) for one in buffers)
+        return total // 2 // 4096 * 4096 or None
+
+    engine = open_engine(folder, FaultyIO(some))
+    assert train(engine) == expected("gpt2", "none", STEPS)[0]
+    engine.close()
+
+
+def test_a_file_that_is_cut_or_changed_underneath(folder: Path) -> None:
+    for damage, error, checksums in ((_cut, DiskError, False), (_change, IntegrityError, True)):
+        engine = open_engine(folder, FaultyIO(), checksums)
+        train(engine)
+        engine.synchronize()
+        (data,) = folder.glob("*.data")
+        damage(data)
+        with pytest.raises(error, match=data.name):
+            train(engine)
+        engine.close()
+        assert not list(folder.iterdir())
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+def _change(path: Path) -> None:
+    with path.open("r+b") as file:
+        for block in range(0, path.stat().st_size, 4096):
+            file.seek(block + 7)
+            file.write(b"\xa5\x5a")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+TRAIN = (
+    "train --model gpt2-tiny --batch 1 --seq 32 --device cpu --device-memory 30MB --host-memory 0 --ssd-memory {size} "
+    "--ssd-dir {folder} --chunk-size 1MiB --steps {steps} --json"
+)
+
+
+def command(folder: Path, size: str = "128MB", steps: int = 2) -> list[str]:
+    return [sys.executable, "-m", "ebbtide", *TRAIN.format(folder=folder, size=size, steps=steps).split()]
+
+
+def test_the_command_trains_with_ssd(folder: Path) -> None:
+    done = subprocess.run(command(folder, steps=4), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["moved_bytes"]["ssd_read"] > 0 and result["ssd_write_bytes_per_step"] > 0
+    assert not list(folder.iterdir())
+
+
+def test_a_file_system_without_space(tmp_path: Path) -> None:
+    """A real one, of eight megabytes."""
+    inside = " ".join(command(tmp_path / "small"))
+    script = f"mkdir {tmp_path}/small && mount -t tmpfs -o size=8m none {tmp_path}/small && exec {inside}"
+    probe = subprocess.run(["unshare", "-rm", "true"], capture_output=True)
+    if probe.returncode:
+        pytest.skip("this system lets nobody mount a file system of their own")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "small" in done.stderr and "MiB" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_runs_in_one_folder(folder: Path) -> None:
+    disk = DiskSpace([folder], 1 << 20)
+    try:
+        done = subprocess.run(command(folder), capture_output=True, text=True, timeout=120)
+    finally:
+        disk.close()
+    assert done.returncode == 2 and str(folder) in done.stderr and str(os.getpid()) in done.stderr
+
+
+@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, 2)])
+def test_signals(folder: Path, number: signal.Signals, left: int) -> None:
+    """What ends in order leaves nothing; what a killed run left is removed at the next start."""
+    run = subprocess.Popen(
+        command(folder, steps=10_000), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("*.data")):
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert len(list(folder.iterdir())) == left
+    if number == signal.SIGKILL:
+        engine = open_engine(folder, FaultyIO())
+        assert engine.stats()["ssd"]["stale_files_removed"] == 1
+        engine.close()
+        assert not list(folder.iterdir())
+    else:
+        assert run.returncode == 128 + number and "Traceback" not in errors, errors
