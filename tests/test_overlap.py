@@ -1,0 +1,13 @@
+"""Resources work at the same time: with sleeps for work, a step that overlaps is shorter than one that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbtide.bench.overlap import CASES, run
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_pairs_overlap(name: str) -> None:
+    row = run(unit=0.01, repeats=2, cases=(name,))["rows"][0]
+    assert row["pipelined"] < row["on_demand"]
