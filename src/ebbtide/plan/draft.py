@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ebbtide.plan.activations import Away
-from ebbtide.plan.hostside import HostSide, fill_host
+from ebbtide.plan.hostside import HostSide, beside_updates, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
-from ebbtide.plan.stage import stage_bytes, stored_bytes
+from ebbtide.plan.stage import stored_bytes
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 
@@ -130,7 +130,7 @@ def draft(
         return None
     static = sum(shape.state_bytes[i] for i in device)
     if settings.ssd_beside_device:
-        static += stage_bytes([shape.state_bytes[i] for i in host.ssd], shape.piece)
+        static += beside_updates(shape, host.ssd, settings, host.ssd)
     pinned = settings.placement == "static"
     if pinned:
         static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))

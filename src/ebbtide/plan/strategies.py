@@ -146,7 +146,7 @@ def ebbtide(ask: Ask) -> Setup:
         ask,
         layout,
         ask.master,
-        ask.settings(take_over=take_over),
+        ask.settings(take_over=take_over, waiting_width=config.waiting_width),
         captured=not one_tier,
         lock_free=config.updates == "lock-free",
     )
