@@ -76,7 +76,7 @@ def require_capture(destination: Tensor, source: Tensor) -> None:
 
 
 WAITS_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
-"""By a gradient's dtype: that of a sum of several. In fp16 it would overflow, for loss scales are as large as they can be."""
+"""By a gradient's dtype: that of a sum of several. In fp16 it would overflow, for loss scales are as large as can be."""
 
 
 def require_weighed(destination: Tensor, source: Tensor) -> None:

@@ -27,17 +27,18 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import step_seconds
+from ebbtide.plan.hostside import beside_updates
 from ebbtide.plan.job import Job
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
-from ebbtide.plan.stage import stage_bytes
 from ebbtide.record import Record
 from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
 from ebbtide.run.hosted import HostModules
 from ebbtide.run.jobs import Updater
+from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.source import Source, replace
@@ -86,6 +87,7 @@ class Session:
         self.updates.kept.claimed = self._claim
         self.executor.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
+        self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
         self._reserve_hosted(choice)
         self.shape = self._shape()
@@ -107,6 +109,7 @@ class Session:
             and config.updates == "exact"
             and config.placement != "static",
             ssd=self.budget("ssd"),
+            waiting_width=config.waiting_width,
         )
         if config.offload_activations != OFF:
             self.executor.activations = Activations(
@@ -129,6 +132,18 @@ class Session:
         peers.add(self.executor)
 
     # -- setting up -----------------------------------------------------------------------------------
+
+    def _lock_free(self, config: Config) -> LockFree:
+        made = LockFree(self.updates.chunks, self.executor, config.max_staleness, config.waiting_width)
+        self.updates.lock_free = made
+        self.executor.beside, self.data.before_values = made.tick, made.drain
+        return made
+
+    def drain(self) -> None:
+        """Waits for updates that go on beside the computation."""
+        if self.lock_free is not None:
+            self.lock_free.drain()
+        self.executor.updater.flush()
 
     def _alone(self) -> bool:
         """Whether the device is the only tier: nothing can leave it."""
@@ -171,7 +186,10 @@ class Session:
         rates = Rates(Machine.read(self.config.machine))
         updates = update_bytes(self.shape, self.config.resolved_master)
         captured = () if self.updates.kept.enabled else tuple(self._gradient_bytes())
-        return lambda plan: step_seconds(Job(self.shape, plan, settings, rates, updates, captured))
+        free, bound = settings.lock_free, self.config.max_staleness
+        return lambda plan: step_seconds(
+            Job(self.shape, plan, settings, rates, updates, captured, lock_free=free, max_staleness=bound)
+        )
 
     def _gradient_bytes(self) -> Iterator[int]:
         for place in self.data.places:
@@ -179,7 +197,7 @@ class Session:
 
     def _check_fit(self) -> None:
         shape = self.shape
-        grads = sum(shape.gradient_bytes) if self.config.updates == "exact" else 0
+        grads = sum(shape.gradient_bytes) if self.config.updates != "in-backward" else 0
         if self.config.resolved_master == "separate" and self.config.accumulate == 1:
             grads = 0
         needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
@@ -262,7 +280,11 @@ class Session:
         page = 2 * self.layout.unit * 4 if self.layout.cut == "page" else 0
         room = budgets[first] // 2 if first == "device" else budgets[first]
         if budgets["ssd"]:
-            room -= stage_bytes(shape.state_bytes, shape.piece) + 2 * max(shape.parameter_bytes)
+            room -= 2 * max(shape.parameter_bytes)
+        if budgets["ssd"] or self.lock_free is not None:
+            everything = range(shape.chunks)
+            streamed = everything if budgets["ssd"] else ()
+            room -= beside_updates(shape, everything, self.traces.settings, streamed)
         if held + needed + page <= room:
             return first
         return "ssd" if budgets["ssd"] else "device"
@@ -298,6 +320,10 @@ class Session:
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
             self.executor.raise_level(self.first_level(), guess=True)
+        if self.lock_free is not None:
+            homes, states = self.updates.homes, self.shape.state_bytes
+            self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
+            self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
         self.executor.begin(plan, self._recorder, offset)
 
@@ -429,6 +455,8 @@ class Session:
     def _move_home(self, plan: Plan) -> None:
         homes = self.updates.homes
         moving = [i for i, home in enumerate(plan.homes) if home != homes[i]]
+        if self.lock_free is not None and moving:
+            self.lock_free.open([])
         self.executor.updater.flush()
         self.executor.plan = None
         restaged = any("ssd" in (homes[i], plan.homes[i]) for i in moving)
@@ -517,11 +545,15 @@ class Session:
 
     def check_integrity(self) -> None:
         self.store.check_integrity()
+        if self.lock_free is not None:
+            self.lock_free.buffers.check()
         if self.executor.activations is not None:
             self.executor.activations.check()
 
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
+        if self.lock_free is not None:
+            self.lock_free.close()
         self.executor.updater.drop()
         self.streaming.close()
         self.updates.kept.clear()
