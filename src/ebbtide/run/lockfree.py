@@ -408,6 +408,8 @@ class LockFree:
         with suppress(Exception):
             self._force()
         self.executor.updater.drop()
+        if self.executor.updater.state is not None:
+            self.executor.updater.state.forget()
         for progress in self.progress.values():
             if progress.waiting is not None:
                 progress.dropped += progress.waiting.count

@@ -112,6 +112,8 @@ class ModelData:
         self.bound = [False] * len(layout.chunks)
         self.before_values: Callable[[], None] = lambda: None
         """Called before values are read or written by name: pending updates end."""
+        self.written_on_ssd: Callable[[int], None] = lambda index: None
+        """Told of chunks whose copies on SSD were written by name."""
         self._versions: list[int | None] = [None] * len(layout.chunks)
         self._starts = [[self.places[p].offset for p in group] for group in self.members]
         self._storages: dict[int, int] = {}
@@ -275,6 +277,8 @@ class ModelData:
                     piece.copy_(value_there)
         for chunk, flat in changed.items():
             self.store.poke(chunk, place.offset, flat)
+        if changed:
+            self.written_on_ssd(place.chunk)
 
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""

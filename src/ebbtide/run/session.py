@@ -87,6 +87,7 @@ class Session:
         self.updates.kept.claimed = self._claim
         self.executor.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
+        self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
         self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
         self._reserve_hosted(choice)
