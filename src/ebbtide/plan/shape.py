@@ -75,6 +75,8 @@ class Settings:
     ssd: int = 0
     waiting_width: int = 0
     """Updates are lock-free: so many bytes hold a byte of a gradient that waits for one. 0: they are not."""
+    max_staleness: int = 1
+    """Steps that a lock-free update may take."""
 
     @property
     def alone(self) -> bool:

@@ -146,7 +146,9 @@ def ebbtide(ask: Ask) -> Setup:
         ask,
         layout,
         ask.master,
-        ask.settings(take_over=take_over, waiting_width=config.waiting_width),
+        ask.settings(
+            take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
+        ),
         captured=not one_tier,
         lock_free=config.updates == "lock-free",
     )

@@ -66,20 +66,16 @@ class LockFree:
         if list(chunks) == self._order:
             return
         self.drain()
+        self._order, self._next = [], 0
         self.buffers.close()
-        self._order, self._next = list(chunks), 0
-        for index in chunks:
-            self.progress.setdefault(index, Progress())
-        if not chunks:
-            return
         params = [self.data.parameter_chunk(i).nbytes for i in chunks]
         sizes = lock_free_bytes(params, params, self._width)
         room = self.executor.make_room if self.near == "device" else self.executor.make_host_room
         room(sum(sizes))
         self.buffers.open(*sizes)
-
-    def takes(self, index: int) -> bool:
-        return self.chunks.homes[index] != "device"
+        self._order = list(chunks)
+        for index in chunks:
+            self.progress.setdefault(index, Progress())
 
     # -- gradients ------------------------------------------------------------------------------------
 

@@ -111,6 +111,7 @@ class Session:
             and config.placement != "static",
             ssd=self.budget("ssd"),
             waiting_width=config.waiting_width,
+            max_staleness=config.max_staleness,
         )
         if config.offload_activations != OFF:
             self.executor.activations = Activations(
@@ -350,6 +351,7 @@ class Session:
                 for member, value in values:
                     data.store_value(member, dense(value), updates.kernels["host"])
             if updates.homes[index] == "ssd":
+                self.drain()
                 self.streaming.close()
                 self._open_streaming(self._on_ssd())
         if woken:
