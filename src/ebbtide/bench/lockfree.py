@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,16 @@ import torch
 from ebbtide.bench.steps import tokens
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
-from ebbtide.layout import ITEMSIZE, build_layout
+from ebbtide.errors import BudgetError
 from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import Batches, find_model
-from ebbtide.plan.stage import lock_free_bytes
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.place import make_plan
+from ebbtide.plan.strategies import Ask, Model, set_up
 
 MODEL = "gpt2-350m"
 EVALUATED = 16
 """Batches of the text that is not trained on."""
-STATE = 10
-"""Bytes of optimizer state beside a bf16 parameter."""
 GB = 10**9
 
 
@@ -52,12 +53,10 @@ def run(
     """`train` and `valid`: text, as bytes."""
     common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        kinds = {
-            kind: common
-            | {"updates": kind}
-            | _budgets(model, share, batch, seq, Path(scratch), kind == "lock-free")
-            for kind in ("exact", "lock-free")
-        }
+        kinds = {}
+        for kind in ("exact", "lock-free"):
+            settings = common | {"updates": kind}
+            kinds[kind] = settings | _budgets(settings, model, share, batch, seq, Path(scratch) / kind)
         report(f"{model}: two engines are made")
         with (
             _process(_start, model, batch, seq, train, valid, kinds["exact"]) as exact,
@@ -97,37 +96,38 @@ def _summary(rows: list[dict[str, Any]], begun: float, facts: dict[str, Any]) ->
     }
 
 
-def _budgets(model: str, share: float, batch: int, seq: int, folder: Path, lock_free: bool) -> dict[str, Any]:
-    """RAM for parameters, gradients that wait for the norm, activations, buffers, and state that is not on SSD."""
+def _budgets(
+    settings: Mapping[str, Any], model: str, share: float, batch: int, seq: int, folder: Path
+) -> dict[str, Any]:
+    """RAM for parameters, gradients and activations, and as much more as leaves that share of the state to the SSD."""
     from ebbtide.tracing.alone import trace
 
     module = find_model(model).on_meta()
     given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}
     seen = trace(module, given, torch.bfloat16)
-    layout = build_layout(seen.tensors, "chunk", None)
-    sizes = [chunk.size * ITEMSIZE[chunk.dtype] for chunk in layout.chunks]
-    count = sum(spec.numel for spec in seen.tensors)
-    kept = round((1 - share) * STATE * count)
-    device = seen.record.peak + 2 * sum(sizes) + kept
-    if lock_free:
-        away = _without_first(sizes, kept)
-        device += sum(lock_free_bytes(away, away, 1))
-    own = folder / ("lock-free" if lock_free else "exact")
-    own.mkdir()
-    ssd = {"folder": str(own), "memory": (STATE + 1) * count + 4 * GB}
-    return {"device": {"kind": "cpu", "memory": device}, "host": {"memory": 0}, "ssd": ssd}
-
-
-def _without_first(sizes: list[int], kept: int) -> list[int]:
-    """Bytes of the chunks whose state is on SSD where `kept` bytes of state are not: the planner keeps the first that
-    fit."""
-    away = []
-    for size in sizes:
-        if STATE // 2 * size <= kept:
-            kept -= STATE // 2 * size
-        else:
-            away.append(size)
-    return away
+    shape_of = Model(seen.tensors, seen.trained, seen.runs)
+    setup = set_up("ebbtide", Ask(shape_of, Machine.read("laptop"), Config.read(settings)))
+    shape, states = setup.shape, setup.shape.state_bytes
+    low = seen.record.peak + sum(shape.parameter_bytes) + sum(shape.gradient_bytes)
+    high = low + 4 * sum(states)
+    ssd = 2 * sum(states) + 4 * GB
+    while high - low > sum(states) // 500:
+        middle = (low + high) // 2
+        try:
+            plan = make_plan(
+                setup.shape, seen.record, replace(setup.settings, device=middle, host=0, ssd=ssd)
+            )
+        except BudgetError:
+            low = middle
+            continue
+        streamed = sum(states[i] for i in plan.host.ssd)
+        low, high = (low, middle) if streamed <= share * sum(states) else (middle, high)
+    folder.mkdir()
+    return {
+        "device": {"kind": "cpu", "memory": high},
+        "host": {"memory": 0},
+        "ssd": {"folder": str(folder), "memory": ssd},
+    }
 
 
 # -- in processes of their own ----------------------------------------------------------------------------
