@@ -17,8 +17,8 @@ from ebbtide.cli.app import app, run
 TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
 --model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
---layout --chunk-size --placement --eviction --prefetch --updates --max-staleness --checkpoint-activations --offload-activations
---device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --json
+--layout --chunk-size --placement --eviction --prefetch --updates --max-staleness --checkpoint-activations
+--offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --json
 """
 PROMISED = {
     "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 
 class EbbtideError(Exception):
@@ -19,9 +21,14 @@ class BudgetError(EbbtideError):
 
     def __init__(self, message: str, *, tier: str, short: int, advice: str) -> None:
         super().__init__(f"{message}; {advice}")
+        self.message = message
         self.tier = tier
         self.short = short
         self.advice = advice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An exception of a worker process reaches its parent as it was."""
+        return partial(BudgetError, tier=self.tier, short=self.short, advice=self.advice), (self.message,)
 
 
 class LayoutError(EbbtideError):

@@ -34,6 +34,9 @@ class Backend(Protocol):
     def free(self, tier: str, memory: torch.Tensor) -> None:
         """Takes memory back; work that the compute stream has been given may still use it."""
 
+    def trim(self, most: int) -> None:
+        """Other memory is about to be taken: keeps at most `most` free bytes for reuse, where that takes RAM."""
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> Event:
         """Starts a copy over `link` (host_to_device or device_to_host)."""
 

@@ -114,6 +114,10 @@ class CpuBackend:
             self._held[tier] -= memory.numel()
             self._slabs.put(memory)
 
+    def trim(self, most: int) -> None:
+        with self._lock:
+            self._slabs.trim(most)
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> CopyEvent:
         return self._streams[link].submit(partial(self._copy, destination, source, link))
 

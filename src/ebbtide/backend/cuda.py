@@ -119,6 +119,9 @@ class CudaBackend:
         if self._meter is not None:
             self._meter.restart()
 
+    def trim(self, most: int) -> None:
+        """The caching allocator serves chunks and activations alike, and registered host memory stays."""
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> StreamEvent:
         stream = self._streams[link]
         stream.wait_stream(torch.cuda.current_stream(self.device))

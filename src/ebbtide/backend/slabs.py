@@ -54,6 +54,11 @@ class Slabs:
         self._kept += count
         self._free[count].append(slab)
 
+    def trim(self, most: int) -> None:
+        """Gives back free slabs until no more than `most` bytes of them are kept."""
+        if self._returns and self._kept > most:
+            self._give_back(self._kept - most)
+
     def _give_back(self, excess: int) -> None:
         for count in sorted(self._free, reverse=True):
             stack = self._free[count]

@@ -2,7 +2,8 @@
 
 RAM is one tier; its budget leaves a share of the optimizer state to the disk. Every engine runs in a process of its own,
 in turn with a process that does forward and backward alone, so that both see the same machine. All ceilings are
-measured in the same run.
+measured in the same run. Neither keeps freed memory (`memory.heap`): fragments of the heap would hide what the budget
+is worth.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
-from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import find_model
 from ebbtide.plan.bound import least_streamed
 from ebbtide.plan.shape import update_bytes
@@ -110,7 +110,7 @@ def _against(
     forward = statistics.median(one for one, _ in passes)
     backward = statistics.median(other for _, other in passes)
     step = statistics.median(steps)
-    found = _bound(forward, backward, facts, ceilings, clipped)
+    found = bound_of(forward, backward, facts, ceilings, clipped)
     relative = statistics.median(step / sum(both) for step, both in zip(steps, passes, strict=True))
     return {
         "step_seconds": step,
@@ -124,7 +124,7 @@ def _against(
     }
 
 
-def _bound(
+def bound_of(
     forward: float, backward: float, facts: Mapping[str, Any], ceilings: Mapping[str, float], clipped: bool
 ) -> dict[str, Any]:
     streamed = facts["least_streamed_bytes"]
@@ -156,7 +156,6 @@ _held: dict[str, Any] = {}
 
 
 def _start_plain(model: str, seq: int) -> None:
-    keep_freed_memory()
     module = drawn_quickly(find_model(model)).to(torch.bfloat16)
     _held.update(module=module, batch=tokens(model, 1, seq))
 
@@ -175,7 +174,6 @@ def _plain_pass() -> tuple[float, float]:
 def _start_engine(model: str, seq: int, config: dict[str, Any]) -> None:
     module = find_model(model).on_meta()
     ours = Ours(model, tokens(model, 1, seq), {"optimizer": {"lr": LR}, **config}, module=module)
-    keep_freed_memory()
     _held.update(ours=ours, moved=None)
 
 
@@ -193,7 +191,7 @@ def _engine_facts(repeats: int) -> dict[str, Any]:
     session = engine._session
     plan = session.executor.plan
     memory = psutil.Process().memory_info()
-    peak = _peak_rss()
+    peak = peak_rss()
     updates = sum(update_bytes(session.shape, session.config.resolved_master))
     return {
         "ssd_read_bytes": (after["moved_bytes"]["ssd_read"] - before["ssd_read"]) // repeats,
@@ -209,7 +207,7 @@ def _engine_facts(repeats: int) -> dict[str, Any]:
     }
 
 
-def _peak_rss() -> int:
+def peak_rss() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ebbtide.cli.options import at_least
+from ebbtide.cli.options import SIZE, at_least
 from ebbtide.errors import ConfigError
 from ebbtide.memory.heap import keep_freed_memory
+from ebbtide.units import parse_size
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -131,6 +132,28 @@ def lockfree(
         text.train, text.valid, model, part, batch, seq, turns, seconds, max_staleness, folder, report=_say
     )
     _print(found, json)
+
+
+@bench.command()
+def scale(
+    device_memory: Annotated[str, Option(help=f"RAM for chunks and activations: {SIZE}.")],
+    host_memory: Annotated[str, Option(help=f"RAM beside it: {SIZE}.")] = "0",
+    ssd_memory: Annotated[str, Option(help=f"{SIZE}.")] = "0",
+    ssd_dir: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
+    ssd_endurance: Annotated[str, Option(help="Bytes that may be written in the disk's life (TBW).")] = "0",
+    seq: Seq = 1024,
+    batch: Batch = 1,
+    steps: Annotated[int, Option(help="Measured steps.")] = 3,
+    json: Json = False,
+) -> None:
+    """The largest GPT that trains exactly within budgets: found by the plan, proved with real steps."""
+    for flag, value, least in (("--seq", seq, 2), ("--batch", batch, 1), ("--steps", steps, 1)):
+        at_least(flag, value, least)
+    sizes = [parse_size(text) for text in (device_memory, host_memory, ssd_memory, ssd_endurance)]
+    from ebbtide.bench.scale import run
+
+    device, host, ssd, endurance = sizes
+    _print(run(device, host, ssd, ssd_dir, seq, batch, steps, endurance, report=_say), json)
 
 
 @bench.command()

@@ -9,6 +9,8 @@ from pathlib import Path
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError, nearest
 
+SIZE = "such as 24GB or 512MiB"
+
 CONFIG_KEYS = {
     "--precision": "precision",
     "--master": "master",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from ebbtide.cli.options import at_least, configure, one_of
+from ebbtide.cli.options import SIZE, at_least, configure, one_of
 from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ebbtide.forecaster import Forecast, Forecaster, Workload
     from ebbtide.plan.machine import Machine
 
-SIZE = "such as 24GB or 512MiB"
 MODEL = (
     "A name as for train, one of the families gpt-1b to gpt-68b and angel-gpt-..., angel-t5-..., or spelled: "
     "gpt:layers=78,hidden=4096,heads=16 (also t5:, llama:, bert:)."

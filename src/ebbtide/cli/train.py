@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from ebbtide.cli.options import Task, configure, offloaded, one_of
+from ebbtide.cli.options import SIZE, Task, configure, offloaded, one_of
 
 if TYPE_CHECKING:
     from ebbtide.cli.loop import Training
 
 DATA = "A text file or folder; left out: the sources of the Python standard library, as bytes."
 MODEL = "A preset (gpt2-tiny, llama-tiny, bert-tiny, t5-tiny, vit-tiny, gpt2-124m, gpt2-350m, gpt2-1b), the path of a config.json, or a folder with weights."  # noqa: E501
-SIZE = "such as 24GB or 512MiB"
 
 
 def train(

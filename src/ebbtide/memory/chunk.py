@@ -69,6 +69,11 @@ class Chunk:
     def mark(self, tier: str, valid: bool) -> None:
         setattr(self, f"{tier}_valid", valid)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the move under way, if there is one, is over but for the books."""
+        return self.move is None or all(event.done() for event in self.move[1])
+
     def view(self) -> torch.Tensor:
         """The device copy as one flat tensor of its dtype."""
         assert self.device is not None, f"{self} has no device copy"

@@ -138,6 +138,8 @@ class ChunkStore:
             if chunk.ssd is None:
                 assert self.ssd_space is not None, "there is no SSD tier"
                 kinds = self.stored_with(chunk)
+                needed = self.ssd_space.needed(chunk.kind, chunk.index, chunk.size, kinds)
+                self._clear_ssd(needed)
                 chunk.ssd = self.ssd_space.acquire(chunk.kind, chunk.index, chunk.size, kinds)
         elif chunk.device is None:
             self.ledger.reserve("device", chunk.kind, chunk.nbytes)
@@ -147,6 +149,17 @@ class ChunkStore:
                 self.ledger.release("device", chunk.kind, chunk.nbytes)
                 raise
             chunk.aliases = self.backend.aliases(chunk.device)
+
+    def _clear_ssd(self, needed: int) -> None:
+        """Copies on SSD that are stale, or not the only ones, keep their places until others want them."""
+        for valid in (False, True):
+            for chunk in self.chunks.values():
+                if needed <= self.ledger.room("ssd"):
+                    return
+                spare = any(chunk.valid_on(tier) for tier in ("device", "host"))
+                left_alone = chunk.move is None and chunk.work is None and chunk.kind in ("param", "grad")
+                if chunk.ssd is not None and spare and left_alone and chunk.ssd_valid == valid:
+                    self._close(chunk, "ssd")
 
     def stored_with(self, chunk: Chunk) -> list[tuple[str, torch.dtype]]:
         """The kinds that lie together on SSD: all state of a chunk; parameters and gradients by themselves."""
@@ -309,24 +322,29 @@ class ChunkStore:
         """Ends work and a move under way. With `host` the host itself may read or write its copy afterwards."""
         if chunk.work is not None:
             chunk.work.settle()
-        if chunk.move is not None:
-            link, events = chunk.move
-            left, arrived = self.ends_of(link)
-            chunk.move = None
-            try:
-                self._wait(events, link)
-            except BaseException:
-                self._close(chunk, arrived)
-                raise
-            if link in (TO_DEVICE, TO_HOST):
-                chunk.pending = events
-            chunk.mark(arrived, True)
-            if link in (TO_HOST, SSD_WRITE):
-                self._close(chunk, left)
+        self.end_move(chunk)
         if host:
             for event in chunk.pending:
                 event.synchronize()
             chunk.pending = []
+
+    def end_move(self, chunk: Chunk) -> None:
+        """Ends a move under way, and leaves work on the chunk to itself."""
+        if chunk.move is None:
+            return
+        link, events = chunk.move
+        left, arrived = self.ends_of(link)
+        chunk.move = None
+        try:
+            self._wait(events, link)
+        except BaseException:
+            self._close(chunk, arrived)
+            raise
+        if link in (TO_DEVICE, TO_HOST):
+            chunk.pending = events
+        chunk.mark(arrived, True)
+        if link in (TO_HOST, SSD_WRITE):
+            self._close(chunk, left)
 
     def ends_of(self, link: str) -> tuple[str, str]:
         """Where a link's moves come from and where they go."""

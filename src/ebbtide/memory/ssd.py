@@ -78,6 +78,13 @@ class SsdSpace:
             for first, count, extent in group.pieces
         ]
 
+    def needed(self, kind: str, index: int, size: int, kinds: Kinds) -> int:
+        """Bytes that `acquire` would reserve."""
+        if (_tag(kind), index) in self._groups:
+            return 0
+        per_element = sum(dtype.itemsize for _, dtype in kinds)
+        return sum(offsets(kinds, count)[-1] for _, count in pieces(size, per_element, self.piece))
+
     def _allocate(self, tag: str, kinds: Kinds, size: int) -> Group:
         group = Group(tag, tuple(kinds), [])
         per_element = sum(dtype.itemsize for _, dtype in kinds)

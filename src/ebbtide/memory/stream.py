@@ -42,9 +42,13 @@ class Slot:
 
 
 class StateStream:
-    def __init__(self, space: SsdSpace, slots: Sequence[torch.Tensor], moved: dict[str, int]) -> None:
-        """`moved` counts the bytes that are read and written."""
+    def __init__(
+        self, space: SsdSpace, slots: Sequence[torch.Tensor], moved: dict[str, int], prefetch: bool = True
+    ) -> None:
+        """`moved` counts the bytes that are read and written. Without `prefetch` each piece is read when it is wanted,
+        and written before the next."""
         self._space = space
+        self._prefetch = prefetch
         self._moved = moved
         self._lock = threading.Lock()
         self._free = [Slot(memory) for memory in slots]
@@ -155,8 +159,8 @@ class StateStream:
     # -- buffers ------------------------------------------------------------------------------------------
 
     def _read_ahead(self) -> None:
-        self._collect(wait=False)
-        while self._free and self._order and len(self._ahead) < len(self._order):
+        self._collect(wait=not self._prefetch)
+        while self._prefetch and self._free and self._order and len(self._ahead) < len(self._order):
             key = self._order[self._next]
             if key in self._ahead or key in self._taken:
                 return
@@ -201,7 +205,10 @@ class StateStream:
         return self._free.pop()
 
     def _resume_after(self, key: Key) -> None:
-        """What was expected did not come: read on after what did."""
+        """It was not read ahead. Where another was expected, reading goes on after this one."""
+        if self._order and self._order[self._next] == key:
+            self._next = (self._next + 1) % len(self._order)
+            return
         self.misses += 1
         self._drop_ahead()
         if key in self._order:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbtide.plan.job import Job
-from ebbtide.plan.rates import CORES, HOST, READ, TO_DEVICE, TO_HOST, WIRE, Shares
+from ebbtide.plan.rates import CORES, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Shares
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.plan.simulate import Task
 
@@ -43,6 +43,8 @@ class Books:
         """By chunk, the task that brings its gradient to the host or reduces it."""
         self.settled: dict[int, int] = {}
         """By item, the task that brought its newest value to the host or the SSD."""
+        self.beside = job.settings.ssd_beside_device
+        """There is no host: what leaves the device goes to SSD."""
         self.tags: dict[str, int] = dict.fromkeys((PARAM, GRAD, WHOLE, WHOLE_GRAD), 0)
 
     # -- tasks ----------------------------------------------------------------------------------------
@@ -120,6 +122,9 @@ class Books:
             self.take(item, task, dirty=False)
             return
         waits += [self.fresh.get(chunk, -1), self.settled.get(item, -1)]
+        if self.beside:
+            self.take(item, self.task(READ, self.rates.disk(count, True), waits, moment, count), dirty=False)
+            return
         if chunk in self.plan.host.ssd_parameters:
             waits.append(self.task(READ, self.rates.disk(count, True), waits, moment, count))
         task = self.task(TO_DEVICE, self.rates.move(count), waits, moment, count)
@@ -135,7 +140,10 @@ class Books:
         chunk = self.items[item][1]
         count = self.sizes[item]
         waits = [held.task, self.compute, self.main, self.down.get(chunk, -1)]
-        task = self.task(TO_HOST, self.rates.move(count), waits, moment, count)
+        if self.beside:
+            task = self.task(WRITE, self.rates.disk(count, False), waits, moment, count)
+        else:
+            task = self.task(TO_HOST, self.rates.move(count), waits, moment, count)
         if item >= self.shape.chunks:
             self.down[chunk] = task
         self.settled[item] = task

@@ -127,10 +127,13 @@ class _Facts:
             default=0.0,
         )  # fmt: skip
         again = 0.0 if settings.placement == "static" else again * settings.accumulate
-        up, down = away * self.params + again, away * self.grads
+        beside = settings.ssd_beside_device
+        up, down = (0.0, 0.0) if beside else (away * self.params + again, away * self.grads)
         waiting = 0 if settings.take_over or settings.in_backward else self.grads
         host = settings.host - away * (self.params + waiting)
         streamed = max(0.0, away * self.state - max(0.0, host)) if settings.ssd else 0.0
+        if beside:
+            streamed = away * self.state + again
         links = rates.machine.links
         wire = rates.gather(self.gathered, rates.ranks) if self.gathered else 0.0
         seconds = {

@@ -83,8 +83,8 @@ class _Walk(Books):
         """The computing task at each of the last moments that needed activations back."""
         self.reduced: list[int] = []
         """The reductions of this iteration."""
-        self.written: dict[int, int] = {}
-        """By chunk, the task that wrote its state back to the SSD."""
+        self.written: dict[int, list[int]] = {}
+        """By chunk, the tasks that wrote the pieces of its state back to the SSD."""
         self.staged: list[int] = []
         self.peak, self.peak_tags = 0, dict[str, int]()
 
@@ -256,37 +256,56 @@ class _Walk(Books):
             self._measure(place)
             for use in self.ends[place]:
                 if use.after == FREE and use.item in self.held:
-                    self.give(use.item, self.compute)
+                    self.give(use.item, self.fresh[chunk] if self.beside else self.compute)
 
     def _update(self, chunk: int, place: int) -> None:
         count = self.job.update_bytes[chunk]
         home = self.plan.homes[chunk]
         ready = [self.down.get(chunk, -1)]
+        in_backward = self.job.settings.in_backward
         if home == "device":
-            waits = [*self._bring(place), *ready] if not self.job.settings.in_backward else ready
+            waits = [*self._bring(place), *ready] if not in_backward else ready
             self.compute = self.task(
                 COMPUTE, self.rates.update_on_device(count), [*waits, self.main], place, 0, "device update"
             )
             self.fresh[chunk] = self.compute
             return
-        state = self.shape.state_bytes[chunk]
-        if home == "ssd":
-            after = [self.staged[-SLOTS]] if len(self.staged) >= SLOTS else [self.barrier]
-            after.append(self.written.get(chunk, -1))
-            ready.append(self.task(READ, self.rates.disk(state, True), after, place, state))
-        waits = [*ready, self.main, self.compute if self.job.settings.in_backward else self.barrier]
-        task = self.task(HOST, self.rates.update_on_host(count), waits, place, 0, "update")
-        if home == "ssd":
-            self.written[chunk] = self.task(WRITE, self.rates.disk(state, False), [task], place, state)
-            self.staged.append(self.written[chunk])
+        if self.beside and not in_backward:
+            ready += self._bring(place)
+        ready += [self.main, self.compute if in_backward else self.barrier]
+        task = self._stream(chunk, place, ready) if home == "ssd" else -1
+        if home == "host":
+            task = self.task(HOST, self.rates.update_on_host(count), ready, place, 0, "update")
         if chunk in self.plan.host.ssd_parameters:
             count = self.shape.parameter_bytes[chunk]
             self.settled[chunk] = self.task(WRITE, self.rates.disk(count, False), [task], place, count)
         if self.job.blocking:
             self.main = task
         self.fresh[chunk] = task
+        if self.beside and chunk in self.held:
+            self.held[chunk].task = task
         if self.pinned:
             self._bring_back(chunk, task, place)
+
+    def _stream(self, chunk: int, place: int, ready: list[int]) -> int:
+        """State on SSD is updated in pieces: each is read as soon as there is a buffer, and written when it is done."""
+        state, count = self.shape.state_bytes[chunk], self.job.update_bytes[chunk]
+        pieces = -(-state // self.shape.piece)
+        each, last = state // pieces, -1
+        for number in range(pieces):
+            after = [self.staged[-SLOTS] if len(self.staged) >= SLOTS else -1]
+            if len(self.written.get(chunk, ())) > number:
+                after.append(self.written[chunk][number])
+            if not self.job.settings.prefetch:
+                after += [*ready, *self.staged[-1:]]
+            read = self.task(READ, self.rates.disk(each, True), after, place, each)
+            seconds = self.rates.update_on_host(count / pieces)
+            last = self.task(HOST, seconds, [*ready, read, last], place, 0, "update")
+            write = self.task(WRITE, self.rates.disk(each, False), [last], place, each)
+            self.written.setdefault(chunk, []).append(write)
+            self.staged.append(write)
+        self.written[chunk] = self.written[chunk][-pieces:]
+        return last
 
     def _bring_back(self, chunk: int, task: int, place: int) -> None:
         """Parameters that stay on the device get their new values after the update on the host."""

@@ -223,6 +223,8 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
         host["activations"] = activations
     if plan.host.ssd or setup.settings.lock_free:
         host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
+    if setup.settings.ssd_beside_device:
+        host = {}
     ssd = {"state": states["ssd"], "param": sum(shape.parameter_bytes[i] for i in plan.host.ssd_parameters)}
     return {"device": walked.peak_tags, "host": host, "ssd": ssd}
 

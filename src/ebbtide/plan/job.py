@@ -23,7 +23,7 @@ class Job:
     captured: tuple[int, ...] = ()
     """By parameter: bytes of its gradient that are copied when it arrives; left out, gradients wait where autograd
     made them."""
-    blocking: bool = True
+    blocking: bool = False
     """The thread that issues the computation waits for each update on the host."""
     all_reduce: bool = False
     """Every rank has all of the model: gradients are summed over ranks."""

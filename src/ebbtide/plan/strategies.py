@@ -141,15 +141,17 @@ def ebbtide(ask: Ask) -> Setup:
         and config.updates == "exact"
         and config.placement != "static"
     )
-    one_tier = ask.machine.device.kind == "cpu" and not ask.host
+    settings = ask.settings(
+        take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
+    )
+    one_tier = ask.machine.device.kind == "cpu" and settings.alone
     return _setup(
         ask,
         layout,
         ask.master,
-        ask.settings(
-            take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
-        ),
+        settings,
         captured=not one_tier,
+        blocking=not config.prefetch,
         lock_free=config.updates == "lock-free",
     )
 

@@ -234,9 +234,16 @@ class Executor:
         return activations.depart(place % length, -1 if wait else free)
 
     def raise_level(self, level: int, guess: bool = False) -> None:
-        """Non-model data will take `level` bytes: chunks make room before they do."""
-        self.make_room(level - self.ledger.level["device"], rising=True)
+        """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
+        they have somewhere to go."""
+        try:
+            self.make_room(level - self.ledger.level["device"], rising=True)
+        except BudgetError:
+            if not guess:
+                raise
+            level = max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
         self.ledger.set_level("device", level, guess)
+        self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
 
     def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
         """One of the plan's moves: a hint, left undone where the state of things is another."""
@@ -255,7 +262,7 @@ class Executor:
         """Whether the chunk is on its way from SSD to the host; a load that is over is ended."""
         if chunk.move is None or chunk.move[0] != SSD_READ or self.store.near == "device":
             return False
-        if all(event.done() for event in chunk.move[1]):
+        if chunk.arrived:
             self.store.settle(chunk)
         return chunk.move is not None
 
@@ -265,19 +272,26 @@ class Executor:
         if chunk.host_valid or (chunk.ssd_valid and self.store.near == "device"):
             if self._has_room(chunk.nbytes + rise):
                 self.store.fetch(chunk)
+            elif self._leaving():
+                self._wanted.append((chunk, True))  # for what it waits for
         elif chunk.ssd_valid and self.ledger.room("host") >= self.store.room_needed(chunk, "host"):
             self.store.load(chunk)
             self._wanted.append((chunk, True))
 
     def _has_room(self, needed: int) -> bool:
+        """Whether there is room, once what has left is counted; nobody waits."""
         if self.ledger.room("device") >= needed or self._hurry(needed):
             return True
-        link = SSD_WRITE if self.store.near == "device" else TO_HOST
-        for leaving in self.store.moving(link):
-            self.store.settle(leaving)
+        for chunk in self._leaving():
+            if not chunk.arrived:
+                break
+            self.store.end_move(chunk)
             if self.ledger.room("device") >= needed:
                 return True
         return False
+
+    def _leaving(self) -> list[Chunk]:
+        return self.store.moving(SSD_WRITE if self.store.near == "device" else TO_HOST)
 
     def leave_track(self, why: str) -> None:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
@@ -561,7 +575,7 @@ class Executor:
             for chunk in self.store.moving(link):
                 if attempt == "leaving" and self.ledger.room("device") >= target:
                     return
-                self.store.settle(chunk)
+                self.store.end_move(chunk)
 
     def victims(self, short: int) -> list[Chunk]:
         """The chunks that should leave so that `short` bytes become free."""

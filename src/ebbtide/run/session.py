@@ -33,6 +33,7 @@ from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
+from ebbtide.plan.stage import stored_bytes
 from ebbtide.record import Record
 from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
@@ -189,8 +190,19 @@ class Session:
         updates = update_bytes(self.shape, self.config.resolved_master)
         captured = () if self.updates.kept.enabled else tuple(self._gradient_bytes())
         free, bound = settings.lock_free, self.config.max_staleness
+        waits = not settings.prefetch
         return lambda plan: step_seconds(
-            Job(self.shape, plan, settings, rates, updates, captured, lock_free=free, max_staleness=bound)
+            Job(
+                self.shape,
+                plan,
+                settings,
+                rates,
+                updates,
+                captured,
+                blocking=waits,
+                lock_free=free,
+                max_staleness=bound,
+            )
         )
 
     def _gradient_bytes(self) -> Iterator[int]:
@@ -289,7 +301,9 @@ class Session:
             room -= beside_updates(shape, everything, self.traces.settings, streamed)
         if held + needed + page <= room:
             return first
-        return "ssd" if budgets["ssd"] else "device"
+        on_ssd = [shape.state_bytes[i] for i, home in enumerate(self.updates.homes) if home == "ssd"]
+        stored = sum(stored_bytes(count, shape.piece) for count in (*on_ssd, shape.state_bytes[index]))
+        return "ssd" if stored <= budgets["ssd"] else "device"
 
     def first_level(self) -> int:
         """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""

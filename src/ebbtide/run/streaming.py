@@ -30,7 +30,9 @@ class Streaming:
         store.ledger.reserve(store.near, TAG, SLOTS * size)
         self._reserved = SLOTS * size
         slots = [store.backend.allocate(store.near, size) for _ in range(SLOTS)]
-        self._updater.state = StateStream(store.ssd_space, slots, store.traffic.moved)
+        self._updater.state = StateStream(
+            store.ssd_space, slots, store.traffic.moved, self._updater.background
+        )
         for index in chunks:
             self.note(index)
 
