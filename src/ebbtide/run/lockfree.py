@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ebbtide.backend.cpu import CopyEvent, Stream
+from ebbtide.backend.cpu import Stream
 from ebbtide.errors import IntegrityError, StateError
-from ebbtide.kernels.base import WAITS_IN
 from ebbtide.memory.chunk import Chunk, aligned
 from ebbtide.plan.stage import AHEAD, lock_free_bytes
 from ebbtide.plan.states import State
 from ebbtide.run.buffers import GRADIENTS, VALUES, Buffers
 from ebbtide.run.chunk_updates import ChunkUpdates, Part
 from ebbtide.run.executor import IDLE, REVERSING, RUNNING, Executor
+from ebbtide.run.gatherer import Gatherer
 from ebbtide.run.progress import Progress, Turn, Waiting
 
 
@@ -42,6 +42,7 @@ class LockFree:
         self.kernels = chunks.kernels
         self.max_staleness, self._width = max_staleness, width
         self.buffers = Buffers(self.store)
+        self._gatherer = Gatherer(self.data, executor, self.buffers, self.kernels)
         self.progress: dict[int, Progress] = {}
         """By chunk; those that are, or were, updated lock-free."""
         self.waits = 0
@@ -86,80 +87,13 @@ class LockFree:
 
     def give(self, index: int, members: Sequence[int], scale: float) -> None:
         """Takes the gradients of one step, to be multiplied with `scale`, off a chunk."""
-        self._require_open(index)
-        progress = self.progress[index]
-        grad = self.store.chunks["grad", index]
-        waiting = progress.waiting
-        progress.produced += 1
-        if waiting is None and self.near == "device" and WAITS_IN[grad.dtype] == grad.dtype:
-            self.executor.bring(grad)
-            memory = self.buffers.adopt(GRADIENTS, grad, self.store.surrender(grad))
-            waiting = Waiting(memory, scale)
-        else:
-            if waiting is None:
-                waiting = Waiting(self.buffers.take(GRADIENTS, grad, WAITS_IN[grad.dtype]), scale)
-            self._add(grad, waiting, members, scale / waiting.scale)
-        for member in members:
-            waiting.steps[member] = waiting.steps.get(member, 0) + 1
-        waiting.count += 1
-        waiting.groups = self._settings
-        progress.waiting = waiting
-        self.tick()
-
-    def _require_open(self, index: int) -> None:
         if index not in self._order:  # its home was given without a plan
             self.open(sorted({*self._order, index}))
-
-    def _add(self, grad: Chunk, waiting: Waiting, members: Sequence[int], weight: float) -> None:
-        """A thread adds them once they have arrived; until then the chunk is its own."""
-        events = []
-        with self.executor.together([grad]):
-            if self.near == "host":
-                events += self.executor.toward_host(grad)
-            else:
-                self.executor.bring(grad)
-        known = frozenset(waiting.steps)
-        rows: list[tuple[bool, torch.Tensor, torch.Tensor]] = []
-        for add, offset, count in self._ranges(members, known):
-            copies = [(waiting.memory, self.near), (grad, self.near)]
-            rows += [(add, row[0], row[1]) for _, row in aligned(copies, offset, count)]
-        added = CopyEvent()
-        waiting.added.append(added)
-        kernels = self.kernels[self.near]
-
-        def work() -> None:
-            try:
-                for event in events:
-                    event.synchronize()
-                for add, target, source in rows:
-                    kernels.weigh(target, source, weight, add)
-            except BaseException as error:
-                added.set(error)
-                raise
-            finally:
-                rows.clear()
-            added.set(None)
-
-        def finish(done: bool) -> None:
-            with nullcontext() if done else suppress(Exception):
-                self.store.settle(grad)
-            self.store.free(grad)
-
-        self.executor.updater.submit([grad], [], work, finish)
-
-    def _ranges(self, members: Sequence[int], known: frozenset[int]) -> Iterator[tuple[bool, int, int]]:
-        """(whether there is something to add to, first element, elements): neighbours together."""
-        open_: tuple[bool, int, int] | None = None
-        for member in sorted(members, key=lambda m: self.data.places[m].offset):
-            place, add = self.data.places[member], member in known
-            if open_ is not None and open_[0] == add and open_[1] + open_[2] == place.offset:
-                open_ = (add, open_[1], open_[2] + place.numel)
-                continue
-            if open_ is not None:
-                yield open_
-            open_ = (add, place.offset, place.numel)
-        if open_ is not None:
-            yield open_
+        progress = self.progress[index]
+        progress.produced += 1
+        progress.waiting = self._gatherer.give(index, members, scale, progress.waiting)
+        progress.waiting.groups = self._settings
+        self.tick()
 
     # -- what happens beside the passes ---------------------------------------------------------------
 
