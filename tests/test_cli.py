@@ -17,8 +17,8 @@ from ebbtide.cli.app import app, run
 TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
 --model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
---layout --chunk-size --placement --eviction --prefetch --updates --checkpoint-activations --offload-activations
---device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --json
+--layout --chunk-size --placement --eviction --prefetch --updates --max-staleness --checkpoint-activations
+--offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --json
 """
 PROMISED = {
     "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",
@@ -103,6 +103,27 @@ def test_same_weights_within_any_budget(train: Command) -> None:
     for result in runs[1:]:
         assert result["moved_bytes"]["host_to_device"] > 0
         assert result["peak_bytes"]["device"] <= result["budget_bytes"]["device"] <= 40e6
+
+
+def test_lock_free_updates(train: Command, tmp_path: Path) -> None:
+    """With state on SSD weights depend on timing, losses of the first step do not."""
+    ssd = [
+        "--ssd-dir",
+        str(tmp_path),
+        "--ssd-memory",
+        "200MB",
+        "--host-memory",
+        "0",
+        "--device-memory",
+        "40MB",
+    ]
+    plain = train.json("--steps", "3")
+    free = train.json("--steps", "3", *ssd, "--updates", "lock-free", "--max-staleness", "2", "--clip", "1")
+    assert plain["losses"][0] == free["losses"][0]
+    assert free["moved_bytes"]["ssd_write"] > 0 and "lock_free" not in plain
+    facts = free["lock_free"]
+    assert facts["gradients_applied"] == facts["gradients_produced"] > 0
+    assert facts["staleness_max"] <= 2 and facts["pending"] == 0
 
 
 def test_seed_decides_weights_and_batches(train: Command, small: str) -> None:

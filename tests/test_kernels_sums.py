@@ -164,3 +164,20 @@ def test_callers_at_the_same_time_do_not_disturb_each_other(threads):
     for caller in callers:
         caller.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["copy", "add"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_weighted_gradients_are_rounded_once(dtype, add):
+    kept = torch.float32 if dtype == torch.float16 else dtype
+    for n in SIZES:
+        before, gradient = wild(n, n, kept), wild(n, n + 1, dtype)
+        weighted = gradient.float() * torch.tensor(0.3)
+        expected = (before.float() + weighted if add else weighted).to(kept)
+        for kernels in (NATIVE, FALLBACK):
+            space = before.clone()
+            kernels.weigh(space, gradient, 0.3, add)
+            assert same(space, expected)
+    for kernels in (NATIVE, FALLBACK):
+        with pytest.raises(ValueError, match="expected gradients"):
+            kernels.weigh(torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.float16), 1.0, add)

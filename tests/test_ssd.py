@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,24 @@ def test_values_that_are_written_count_wherever_copies_are(folder: Path, host: i
                 engine.load_state_dict(other)
             engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
             engine.step()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+def test_state_that_was_read_ahead_is_not_used_after_values_were_written(folder: Path) -> None:
+    shas = []
+    for memory in (64_000_000, 2_400_000):
+        engine = small(folder, device={"memory": memory})
+        for number in range(4):
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+            engine.step()
+            engine.synchronize()
+            if number % 2:
+                time.sleep(0.05)
+                with engine.weights(write=True) as values:
+                    for value in values.values():
+                        value *= 1.001
         shas.append(engine.weights_sha256())
         engine.close()
     assert shas[0] == shas[1]

@@ -143,6 +143,12 @@ class Config(Section):
             return "separate"
         return "split"
 
+    @property
+    def waiting_width(self) -> int:
+        """Bytes that hold a byte of a gradient while it waits for a lock-free update; 0 where updates are not. Sums of
+        several fp16 gradients would overflow, for their scale is made as large as one of them allows."""
+        return 0 if self.updates != "lock-free" else 2 if self.precision == "fp16" else 1
+
     @classmethod
     def read(cls, source: Config | Mapping[str, object] | str | Path | None = None) -> Config:
         """From a config, a dict, a TOML or JSON file; None gives the defaults."""

@@ -164,6 +164,8 @@ class Engine:
         session = self._session
         session.reclaim()
         if not torch.is_grad_enabled():
+            if session.lock_free is not None:
+                session.lock_free.begin_evaluation()
             with session.interceptor.scope():
                 return self.module(*args, **kwargs)
         session.begin_training(signature_of(args, kwargs, self.module.training), args, kwargs)
@@ -316,7 +318,7 @@ class Engine:
     def synchronize(self) -> None:
         """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
         self._check()
-        self._session.executor.updater.flush()
+        self._session.drain()
         self._tiers.backend.synchronize()
 
     @property
@@ -364,7 +366,7 @@ class Engine:
     @contextmanager
     def gradients(self, *patterns: str) -> Iterator[dict[str, torch.Tensor]]:
         """Held gradients by name, between backward and step; parameters without one are left out."""
-        if self.config.updates != "exact":
+        if self.config.updates == "in-backward":
             raise UnsupportedError(
                 'gradients are consumed in backward; use updates = "exact" to look at them'
             )
@@ -452,6 +454,7 @@ class Engine:
             "peak_bytes": dict(ledger.peak),
             "budget_bytes": dict(ledger.budgets),
             "ssd": self._ssd_stats(),
+            "lock_free": None if session.lock_free is None else session.lock_free.stats(),
             "fixed_bytes": session.unmanaged.fixed_bytes(),
             "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
             "traces": session.traces.count,

@@ -78,7 +78,9 @@ class Stream:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._thread.join()
+        # The collector may run on the thread itself, with an engine that nobody holds.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
 
 class CpuBackend:

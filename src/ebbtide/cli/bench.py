@@ -101,6 +101,40 @@ def ssd(
 
 
 @bench.command()
+def lockfree(
+    model: Model = "gpt2-350m",
+    share: Annotated[float, Option(help="Of the optimizer state, on SSD.")] = 0.9,
+    batch: Batch = 1,
+    seq: Seq = 64,
+    turns: Annotated[int, Option(help="Of each of the two engines.")] = 3,
+    seconds: Annotated[float, Option(help="That an engine trains for in a turn.")] = 30.0,
+    max_staleness: Annotated[int, Option(help="Steps that values may be behind.")] = 4,
+    data: Annotated[str | None, Option(help="A text file or folder; left out, Python's library.")] = None,
+    folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
+    json: Json = False,
+) -> None:
+    """Lock-free updates against exact ones, with state on SSD: steps a second, and what is learnt in equal time."""
+    for flag, value, least in (
+        ("--batch", batch, 1),
+        ("--seq", seq, 2),
+        ("--turns", turns, 1),
+        ("--max-staleness", max_staleness, 1),
+    ):
+        at_least(flag, value, least)
+    if not 0 < seconds <= 3600:
+        raise ConfigError(f"--seconds: expected seconds above 0 and up to 3600, found {seconds}")
+    from ebbtide.bench.lockfree import run
+    from ebbtide.cli.data import load_text
+
+    text = load_text(data)
+    part = _share(str(share), str(share))
+    found = run(
+        text.train, text.valid, model, part, batch, seq, turns, seconds, max_staleness, folder, report=_say
+    )
+    _print(found, json)
+
+
+@bench.command()
 def scale(
     device_memory: Annotated[str, Option(help=f"RAM for chunks and activations: {SIZE}.")],
     host_memory: Annotated[str, Option(help=f"RAM beside it: {SIZE}.")] = "0",

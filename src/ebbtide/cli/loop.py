@@ -145,6 +145,7 @@ class Training:
         return 6 * self.parameters + attention
 
     def summary(self) -> dict[str, Any]:
+        weights = self.engine.weights_sha256()  # nothing is pending after it
         stats = self.engine.stats()
         evaluated = [step.valid_loss for step in self.history if step.valid_loss is not None]
         return {
@@ -154,7 +155,7 @@ class Training:
             "losses": [step.loss for step in self.history],
             "final_loss": self.history[-1].loss,
             **({"valid_loss": evaluated[-1]} if evaluated else {}),
-            "weights_sha256": self.engine.weights_sha256(),
+            "weights_sha256": weights,
             "tokens_per_second": self.tokens_per_second,
             "tflops": self.tokens_per_second * self.flops_per_token() / 1e12,
             "step_seconds": self.step_seconds,
@@ -164,6 +165,7 @@ class Training:
             "offloaded_bytes": stats.get("offloaded_bytes", 0),
             "budget_bytes": stats.get("budget_bytes", {}),
             **self._wear(stats),
+            **({"lock_free": stats["lock_free"]} if stats.get("lock_free") else {}),
             "bound_seconds": stats.get("bound_seconds"),
             "achieved_over_bound": stats.get("achieved_over_bound"),
             "evictions": stats.get("evictions", 0),

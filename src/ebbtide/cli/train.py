@@ -36,7 +36,10 @@ def train(
     eviction: Annotated[str | None, Option(help="farthest-next-use, lru or list-order.")] = None,
     prefetch: Annotated[str | None, Option(help="on or off.")] = None,
     updates: Annotated[
-        str | None, Option(help="exact, or in-backward (no clipping, no accumulation).")
+        str | None, Option(help="exact, in-backward (no clipping, no accumulation) or lock-free.")
+    ] = None,
+    max_staleness: Annotated[
+        int | None, Option(help="Steps that the values may be behind, where updates are lock-free.")
     ] = None,
     checkpoint_activations: Annotated[
         bool, Option("--checkpoint-activations", help="Compute activations again in backward.")
@@ -72,6 +75,7 @@ def train(
             "--eviction": eviction,
             "--prefetch": None if prefetch is None else one_of("--prefetch", prefetch, ("on", "off")) == "on",
             "--updates": updates,
+            "--max-staleness": max_staleness,
             "--offload-activations": offloaded(offload_activations, checkpoint_activations),
             "--accumulate": accumulate,
             "--clip": clip,

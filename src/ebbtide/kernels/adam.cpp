@@ -250,6 +250,19 @@ INLINE void squares(const Type *, void *destination, const void *source, double 
     }
 }
 
+// Gradients of several steps, each with its weight: what is there plus the weighted source, or the latter alone.
+template <bool add, class To, class From>
+INLINE void weigh(const To *, const From *, void *destination, const void *source, float weight, const Work &of) {
+    auto *const to = static_cast<typename To::Stored *>(destination);
+    const auto *const from = static_cast<const typename From::Stored *>(source);
+    const int64_t end = of.end;
+    EACH_ALONE
+    for (int64_t i = of.begin; i < end; i++) {
+        const float weighted = From::read(from[i]) * weight;
+        to[i] = To::nearest(add ? To::read(to[i]) + weighted : weighted);
+    }
+}
+
 // Whether any element has all bits of its exponent set: an infinity or a NaN.
 template <class Word> INLINE bool any_full(const Word *x, int64_t begin, int64_t end, Word exponent) {
     Word full = 0;
@@ -324,6 +337,20 @@ DEEDS(fp32, Fp32)
 NONFINITE(bf16, uint16_t, 0x7f80u)
 NONFINITE(fp16, uint16_t, 0x7c00u)
 NONFINITE(fp32, uint32_t, 0x7f800000u)
+
+#define WEIGH(deed, yes, to_type, To, from_type, From)                                                     \
+    EXPORT deed##_weighted_##to_type##_##from_type(void *to, const void *from, const float *weight,         \
+                                                   int64_t *next, int64_t n) {                              \
+        for (Elements of(next, n); of.take();)                                                              \
+            weigh<yes>(static_cast<const To *>(nullptr), static_cast<const From *>(nullptr), to, from, *weight, of); \
+    }
+
+#define WEIGHTED(to_type, To, from_type, From)                                                     \
+    WEIGH(add, true, to_type, To, from_type, From) WEIGH(copy, false, to_type, To, from_type, From)
+
+WEIGHTED(bf16, Bf16, bf16, Bf16)
+WEIGHTED(fp32, Fp32, fp32, Fp32)
+WEIGHTED(fp32, Fp32, fp16, Fp16)
 
 extern "C" {
 

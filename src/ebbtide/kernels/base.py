@@ -75,6 +75,18 @@ def require_capture(destination: Tensor, source: Tensor) -> None:
         )
 
 
+WAITS_IN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
+"""By a gradient's dtype: that of a sum of several. In fp16 it would overflow, for loss scales are as large as can be."""
+
+
+def require_weighed(destination: Tensor, source: Tensor) -> None:
+    if WAITS_IN.get(source.dtype) != destination.dtype or destination.shape != source.shape:
+        raise ValueError(
+            f"expected gradients of {source.shape[0]} elements of {source.dtype} to be added in "
+            f"{WAITS_IN.get(source.dtype)}; found {destination.shape[0]} of {destination.dtype}"
+        )
+
+
 def require_numbers(numbers: Tensor) -> None:
     if numbers.dtype != torch.float32:
         raise ValueError(f"expected fp32 numbers, found {numbers.dtype}")
@@ -142,6 +154,9 @@ class Kernels(Protocol):
         It is finite exactly if every element is. On a GPU it is a tensor, and reading it waits for the
         device.
         """
+
+    def weigh(self, destination: Tensor, source: Tensor, weight: float, add: bool) -> None:
+        """Copy or add a weighted gradient, for one that waits for an update; fp16 waits in fp32."""
 
     def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
         """The same sum, of what is there already."""

@@ -21,6 +21,7 @@ from ebbtide.kernels.base import (
     require_capture,
     require_numbers,
     require_vectors,
+    require_weighed,
 )
 from ebbtide.kernels.fallback import FallbackKernels, deliver
 from ebbtide.kernels.rule import Rule
@@ -64,6 +65,15 @@ class NativeKernels:
             return self._sum("add" if add else "copy", destination, source.data_ptr())
         deliver(destination, source, add)
         return self._sum("look", destination, None)
+
+    def weigh(self, destination: Tensor, source: Tensor, weight: float, add: bool) -> None:
+        require_vectors(destination, source)
+        require_weighed(destination, source)
+        _require_cpu(destination)
+        number = ctypes.c_float(weight)
+        name = f"{'add' if add else 'copy'}_weighted_{TYPES[destination.dtype]}_{TYPES[source.dtype]}"
+        pointers = (destination.data_ptr(), source.data_ptr(), ctypes.addressof(number))
+        self._run(self._get(name, 5), pointers, source.numel())
 
     def sum_of_squares(self, flat: Tensor) -> float:
         require_vectors(flat)

@@ -17,6 +17,7 @@ from ebbtide.kernels.base import (
     require_capture,
     require_numbers,
     require_vectors,
+    require_weighed,
 )
 from ebbtide.kernels.rule import Rule
 
@@ -41,6 +42,15 @@ class FallbackKernels:
         require_capture(destination, source)
         deliver(destination, source, add)
         return self.sum_of_squares(memory(destination))
+
+    @torch.no_grad()
+    def weigh(self, destination: Tensor, source: Tensor, weight: float, add: bool) -> None:
+        require_weighed(destination, source)
+        for at in _spans(source):
+            weighted = source[at].to(torch.float32) * torch.tensor(weight, dtype=torch.float32)
+            if add:
+                weighted = destination[at].to(torch.float32) + weighted
+            destination[at] = _make_nan_canonical(weighted)
 
     @torch.no_grad()
     def sum_of_squares(self, flat: Tensor) -> SupportsFloat:

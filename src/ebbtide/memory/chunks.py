@@ -121,6 +121,19 @@ class ChunkStore:
         for tier in TIERS:
             self._close(chunk, tier)
 
+    def surrender(self, chunk: Chunk) -> torch.Tensor:
+        """The memory of a chunk that is on the device only becomes the caller's, who has reserved it."""
+        self.settle(chunk)
+        memory = chunk.device
+        if memory is None or chunk.pins or not chunk.device_valid or chunk.host is not None:
+            raise StateError(
+                f"{chunk} is in use or not on the device alone, and its memory cannot be given away"
+            )
+        chunk.device, chunk.device_valid = None, False
+        self._close(chunk, "ssd")
+        self.ledger.release("device", chunk.kind, chunk.nbytes)
+        return memory
+
     def _open(self, chunk: Chunk, tier: str) -> None:
         if tier == "host":
             if chunk.host is None:

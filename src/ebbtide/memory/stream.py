@@ -101,6 +101,14 @@ class StateStream:
                 self._collect(wait=True)
             self._raise_failed()
 
+    def forget(self) -> None:
+        """After a failure: what was read ahead, and what failed. All values will be written anew."""
+        with self._lock:
+            self._drop_ahead()
+            while self._writing:
+                self._collect(wait=True)
+            self._order, self.failed = [], None
+
     def close(self) -> list[torch.Tensor]:
         """Waits for what is under way, and gives the buffers back."""
         with self._lock:

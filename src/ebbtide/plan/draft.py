@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ebbtide.plan.activations import Away
-from ebbtide.plan.hostside import HostSide, fill_host
+from ebbtide.plan.hostside import HostSide, beside_updates, fill_host
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
-from ebbtide.plan.stage import stage_bytes, stored_bytes
+from ebbtide.plan.stage import stored_bytes
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 
@@ -71,7 +71,7 @@ class Draft:
 
     @property
     def traffic(self) -> int:
-        return self.residency.traffic + 2 * self.host.ssd_bytes
+        return self.residency.traffic + streamed_traffic(self.host, self.settings)
 
     def plan(self) -> Plan:
         shape, settings, residency = self.shape, self.settings, self.residency
@@ -120,17 +120,23 @@ class Draft:
         return "device" if chunk in self.device else "ssd" if chunk in self.host.ssd else "host"
 
 
+def streamed_traffic(host: HostSide, settings: Settings) -> int:
+    """What state that streams from SSD and back is worth, beside bytes that are moved in a pass. Passes do not wait for
+    lock-free updates, which may take several of them, reading and writing at once."""
+    return host.ssd_bytes // settings.max_staleness if settings.lock_free else 2 * host.ssd_bytes
+
+
 def draft(
     shape: ModelShape, record: Record, settings: Settings, device: frozenset[int], worth: int | None = None
 ) -> Draft | None:
     """None where the device cannot even hold what lives there, or where more than `worth` bytes would move."""
     host = fill_host(shape, device, settings)
     least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
-    if worth is not None and least + 2 * host.ssd_bytes > worth:
+    if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = sum(shape.state_bytes[i] for i in device)
     if settings.ssd_beside_device:
-        static += stage_bytes([shape.state_bytes[i] for i in host.ssd], shape.piece)
+        static += beside_updates(shape, host.ssd, settings, host.ssd)
     pinned = settings.placement == "static"
     if pinned:
         static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))

@@ -221,7 +221,7 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
     host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
     if activations:
         host["activations"] = activations
-    if plan.host.ssd:
+    if plan.host.ssd or setup.settings.lock_free:
         host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
     if setup.settings.ssd_beside_device:
         host = {}

@@ -8,10 +8,11 @@ parameters do these go to SSD, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbtide.plan.shape import ModelShape, Settings
-from ebbtide.plan.stage import stage_bytes, stored_bytes
+from ebbtide.plan.stage import lock_free_bytes, stage_bytes, stored_bytes
 
 TRANSIT = 2
 """Of the largest chunk's parameters: room on the host for those that pass through it."""
@@ -32,6 +33,18 @@ class HostSide:
     """The tier that is short."""
 
 
+def beside_updates(shape: ModelShape, away: Iterable[int], settings: Settings, on_ssd: Iterable[int]) -> int:
+    """Bytes of all buffers of updates beside the computation, on the tier where they run. `away`: the chunks that are
+    not updated on the device, `on_ssd`: those whose state streams."""
+    chunks = [i for i in away if shape.state_bytes[i]]
+    parameters = [shape.parameter_bytes[i] for i in chunks]
+    gradients = [shape.gradient_bytes[i] for i in chunks]
+    found = stage_bytes([shape.state_bytes[i] for i in on_ssd], shape.piece)
+    if settings.lock_free:
+        found += sum(lock_free_bytes(parameters, gradients, settings.waiting_width))
+    return found
+
+
 def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> HostSide:
     """`device`: the chunks whose optimizer state lives on the device."""
     away = [i for i, count in enumerate(shape.state_bytes) if count and i not in device]
@@ -43,7 +56,7 @@ def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> 
         params = 0  # they are on the device for good
     states = sum(shape.state_bytes[i] for i in away)
     kept = sum(shape.parameter_bytes) - params if settings.placement != "static" else 0
-    needed = grads + params + states
+    needed = grads + params + states + beside_updates(shape, away, settings, ())
     for keep, count in ((True, needed + kept), (False, needed)):
         if count <= settings.host:
             return HostSide(keep, frozenset(), frozenset(), count, 0)
@@ -70,7 +83,7 @@ def _on_ssd(shape: ModelShape, away: list[int], settings: Settings) -> HostSide:
 
 
 def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, settings: Settings) -> HostSide:
-    left = settings.host - stage_bytes([shape.state_bytes[i] for i in away], shape.piece) - grads - params
+    left = settings.host - beside_updates(shape, away, settings, away) - grads - params
     held_params: list[int] = []
     if left < 0:
         left -= TRANSIT * max((shape.parameter_bytes[i] for i in away), default=0)

@@ -15,9 +15,8 @@ from dataclasses import replace
 
 from ebbtide.errors import BudgetError
 from ebbtide.plan.draft import Draft, Plan, draft
-from ebbtide.plan.hostside import HostSide
+from ebbtide.plan.hostside import HostSide, beside_updates
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
-from ebbtide.plan.stage import stage_bytes
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
@@ -59,7 +58,7 @@ def _ladder(shape: ModelShape, record: Record, settings: Settings) -> list[int]:
     levels = levels_of(shape, record, settings)
     least = least_room(levels, shape.sizes, uses_of(shape, record, settings, frozenset()))
     if settings.ssd_beside_device:
-        least += stage_bytes(shape.state_bytes, shape.piece)
+        least += beside_updates(shape, range(shape.chunks), settings, range(shape.chunks))
     if least <= 0 or settings.device < least:
         return []
     most = max(levels) + sum(shape.sizes) + sum(shape.state_bytes)
@@ -156,7 +155,7 @@ def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft
         gradients = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
         least = held + least_room(levels, shape.sizes, gradients)
     if settings.ssd_beside_device:
-        least += stage_bytes(shape.state_bytes, shape.piece)
+        least += beside_updates(shape, range(shape.chunks), settings, range(shape.chunks))
     if worst is not None:
         least = max(least, settings.device + worst.residency.short)
     if alone and settings.device >= least:  # there is no other tier: all of it must be here at once

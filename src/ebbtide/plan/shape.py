@@ -73,11 +73,19 @@ class Settings:
     take_over: bool = False
     """Gradients take the parameter's space (separate master) where one accumulation was seen."""
     ssd: int = 0
+    waiting_width: int = 0
+    """Updates are lock-free: so many bytes hold a byte of a gradient that waits for one. 0: they are not."""
+    max_staleness: int = 1
+    """Steps that a lock-free update may take."""
 
     @property
     def alone(self) -> bool:
         """Nothing can leave the device."""
         return not self.host and not self.ssd
+
+    @property
+    def lock_free(self) -> bool:
+        return self.waiting_width > 0
 
     @property
     def ssd_beside_device(self) -> bool:

@@ -1,8 +1,12 @@
-"""How optimizer state streams from and to SSD: in pieces, through a few buffers on the tier where it is updated."""
+"""What updates beside the computation keep for themselves on the tier where they run.
+
+Optimizer state streams from and to SSD in pieces, through a few buffers. Lock-free updates also keep gradients that no
+update has consumed yet, and new values that the computation has not taken over yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 BLOCK = 4096
 """Bytes that disks want requests to be multiples of."""
@@ -36,6 +40,20 @@ def slot_bytes(states: Iterable[int], piece: int) -> int:
 def stage_bytes(states: Iterable[int], piece: int) -> int:
     """Bytes of all buffers, for chunks with `states` bytes of state each on SSD."""
     return SLOTS * slot_bytes(states, piece)
+
+
+AHEAD = 2
+"""Lock-free updates that are made ready while one runs."""
+VALUES = 4
+"""One in so many of the parameters that are updated lock-free may have new values that wait to be taken over."""
+
+
+def lock_free_bytes(parameters: Sequence[int], gradients: Sequence[int], width: int) -> tuple[int, int]:
+    """Bytes for new values and for gradients that wait, by the chunks that are updated lock-free. A byte of a gradient
+    takes `width` while it waits. Every chunk's gradients can wait, beside those that updates under way consume."""
+    values = max((AHEAD + 1) * max(parameters, default=0), sum(parameters) // VALUES)
+    waiting = sum(gradients) + (AHEAD + 1) * max(gradients, default=0)
+    return min(values, sum(parameters)), width * min(waiting, 2 * sum(gradients))
 
 
 def stored_bytes(count: int, piece: int) -> int:

@@ -141,7 +141,9 @@ def ebbtide(ask: Ask) -> Setup:
         and config.updates == "exact"
         and config.placement != "static"
     )
-    settings = ask.settings(take_over=take_over)
+    settings = ask.settings(
+        take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
+    )
     one_tier = ask.machine.device.kind == "cpu" and settings.alone
     return _setup(
         ask,

@@ -50,15 +50,20 @@ class ChunkUpdates:
         found = (self.store.chunks.get((kind, index)) for kind in self._kinds)
         return [chunk for chunk in found if chunk is not None]
 
-    def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
-        """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
+    def open_states(self, index: int) -> None:
+        """Gives state that was never written its place; it is zero."""
         home = self.homes[index]
-        alone = [m for m in self.data.members[index] if m in self.kept]
         for state in self.state_chunks(index):
             if home == "ssd":
                 self.store.reserve_ssd(state)
             elif state.free:
                 self.executor.allocate(state, home)
+
+    def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
+        """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
+        home = self.homes[index]
+        alone = [m for m in self.data.members[index] if m in self.kept]
+        self.open_states(index)
         if home == "device":
             self._update_here(index, sources, alone, scale)
         else:
@@ -73,7 +78,7 @@ class ChunkUpdates:
                 self.executor.allocate(state, "device")
         with self.executor.placed(param, "device"):
             parts = [Part(s, [(0, gradient)]) for s in self.steps.segments([member], scale)]
-            self._run("device", index, parts)
+            self.run("device", index, parts)
             self.store.written(param, "device")
 
     def _update_here(
@@ -83,8 +88,8 @@ class ChunkUpdates:
         with self.executor.placed(param, "device"):
             for source, members in sources.items():
                 with self.executor.placed(source, "device"):
-                    self._run("device", index, self._parts({source: members}, "device", scale))
-            self._run("device", index, self._parts_alone(alone, scale))
+                    self.run("device", index, self._parts({source: members}, "device", scale))
+            self.run("device", index, self._parts_alone(alone, scale))
             self.store.written(param, "device")
         for source in sources:
             if source is not param:
@@ -122,7 +127,7 @@ class ChunkUpdates:
             if tier == "host":
                 self.executor.leave_stale(param)
 
-        run = self._stream if on_ssd else self._run
+        run = self.stream if on_ssd else self.run
         self.executor.updater.submit(
             [*owned, *states], waits, lambda: run(tier, index, parts), finish, at_once=param.pins > 0
         )
@@ -141,21 +146,22 @@ class ChunkUpdates:
             for segment in self.steps.segments([member], scale)
         ]
 
-    def _run(self, tier: str, index: int, parts: Sequence[Part]) -> None:
-        """The arithmetic: all copies are valid on `tier` and nobody else looks at them."""
-        copies = (self.data.parameter_chunk(index), *self.state_chunks(index))
+    def run(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
+        """The arithmetic: all copies are valid on `tier` and nobody else looks at them. `values`: parameters in a
+        buffer, in place of the chunk's."""
+        copies = (values or self.data.parameter_chunk(index), *self.state_chunks(index))
         for part in parts:
             offset, count = part.segment.offset, part.segment.count
             rows = [list(chunk.slices(tier, offset, count)) for chunk in copies]
             self._apply(tier, index, [*rows, part.gradient], part.segment)
 
-    def _stream(self, tier: str, index: int, parts: Sequence[Part]) -> None:
+    def stream(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
         """The same, with state that comes from SSD in pieces and goes back."""
         stream = self.executor.updater.state
         assert stream is not None and self.store.ssd_space is not None, (
             "state is on SSD, and nothing streams it"
         )
-        param = self.data.parameter_chunk(index)
+        param = values or self.data.parameter_chunk(index)
         for first, count, _ in self.store.ssd_space.group(index).pieces:
             slot = stream.take(index, first)
             done = False

@@ -58,6 +58,8 @@ class Executor:
         """Those that leave the device between forward and backward, where that is asked for."""
         self.on_gradient: Callable[[int], None] = lambda parameter: None
         """Told of each gradient, after its moment has begun."""
+        self.beside: Callable[[], None] = lambda: None
+        """Called at every moment: what goes on beside the passes."""
         self.updater = updater
         self.guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
@@ -187,6 +189,7 @@ class Executor:
     def _catch_up(self) -> None:
         """Ends the updates that are over, and starts the moves that waited for them."""
         self.updater.collect()
+        self.beside()
         if self._wanted:
             wanted, self._wanted = self._wanted, []
             for chunk, fetch in wanted:
@@ -591,6 +594,15 @@ class Executor:
             last = self._last[chunk.index]
             candidates.append(Candidate(key, chunk.nbytes, self._distance(chunk), last, dirty))
         return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
+
+    def done_with(self, chunk: Chunk) -> bool:
+        """Whether, as far as is planned, this pass has no more use for a chunk that is not in use now."""
+        if self.plan is None or not self.on_track:
+            return False
+        length = len(self.plan.record.moments)
+        end = (max(self.position, 0) // length + 1) * length
+        firsts = self.plan.firsts[chunk.kind, chunk.index]
+        return next_use(firsts, self.position, NEVER) + self.position >= end
 
     def _distance(self, chunk: Chunk) -> int:
         if self.plan is None:

@@ -8,7 +8,7 @@ costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,10 @@ class ModelData:
         self.originals = [p.dtype for p in self.parameters]
         self.on_meta = [p.is_meta for p in self.parameters]
         self.bound = [False] * len(layout.chunks)
+        self.before_values: Callable[[], None] = lambda: None
+        """Called before values are read or written by name: pending updates end."""
+        self.written_on_ssd: Callable[[int], None] = lambda index: None
+        """Told of chunks whose copies on SSD were written by name."""
         self._versions: list[int | None] = [None] * len(layout.chunks)
         self._starts = [[self.places[p].offset for p in group] for group in self.members]
         self._storages: dict[int, int] = {}
@@ -162,9 +166,13 @@ class ModelData:
         """Changes with every write in place to one of the chunk's parameters."""
         return sum(self.parameters[member]._version for member in self.members[index])
 
+    def written(self, index: int) -> bool:
+        """Whether the user has written in place since the chunk was bound, or since that was noticed."""
+        return self.bound[index] and self._version(index) != self._versions[index]
+
     def notice_writes(self, index: int) -> None:
         """A write in place by the user makes the device copy the newest one."""
-        if self.bound[index] and self._version(index) != self._versions[index]:
+        if self.written(index):
             self._versions[index] = self._version(index)
             self.store.written(self.parameter_chunk(index), "device")
 
@@ -224,6 +232,7 @@ class ModelData:
 
     def _copies(self, member: int) -> list[tuple[Chunk, str]]:
         """The parameter's chunk and, where it has one, its master's, each with the tier to use."""
+        self.before_values()
         index = self.places[member].chunk
         self.notice_writes(index)
         found = [self.store.chunks.get((kind, index)) for kind in ("param", "master")]
@@ -270,6 +279,8 @@ class ModelData:
             self.store.poke(chunk, place.offset, flat)
         for chunk, tier in copies:
             self.store.written(chunk, tier)
+        if changed:
+            self.written_on_ssd(place.chunk)
 
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""

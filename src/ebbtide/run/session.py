@@ -28,17 +28,19 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import step_seconds
+from ebbtide.plan.hostside import beside_updates
 from ebbtide.plan.job import Job
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
-from ebbtide.plan.stage import stage_bytes, stored_bytes
+from ebbtide.plan.stage import stored_bytes
 from ebbtide.record import Record
 from ebbtide.run.activations import Activations
 from ebbtide.run.executor import Executor
 from ebbtide.run.hosted import HostModules
 from ebbtide.run.jobs import Updater
+from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.source import Source, replace
@@ -91,6 +93,8 @@ class Session:
         self.updates.kept.claimed = self._claim
         self.executor.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
+        self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
+        self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
         self._reserve_hosted(choice)
         self.shape = self._shape()
@@ -112,6 +116,8 @@ class Session:
             and config.updates == "exact"
             and config.placement != "static",
             ssd=self.budget("ssd"),
+            waiting_width=config.waiting_width,
+            max_staleness=config.max_staleness,
         )
         if config.offload_activations != OFF:
             self.executor.activations = Activations(
@@ -134,6 +140,18 @@ class Session:
         peers.add(self.executor)
 
     # -- setting up -----------------------------------------------------------------------------------
+
+    def _lock_free(self, config: Config) -> LockFree:
+        made = LockFree(self.updates.chunks, self.executor, config.max_staleness, config.waiting_width)
+        self.updates.lock_free = made
+        self.executor.beside, self.data.before_values = made.tick, made.drain
+        return made
+
+    def drain(self) -> None:
+        """Waits for updates that go on beside the computation."""
+        if self.lock_free is not None:
+            self.lock_free.drain()
+        self.executor.updater.flush()
 
     def _alone(self) -> bool:
         """Whether the device is the only tier: nothing can leave it."""
@@ -176,8 +194,20 @@ class Session:
         rates = Rates(Machine.read(self.config.machine))
         updates = update_bytes(self.shape, self.config.resolved_master)
         captured = () if self.updates.kept.enabled else tuple(self._gradient_bytes())
+        free, bound = settings.lock_free, self.config.max_staleness
+        waits = not settings.prefetch
         return lambda plan: step_seconds(
-            Job(self.shape, plan, settings, rates, updates, captured, blocking=not settings.prefetch)
+            Job(
+                self.shape,
+                plan,
+                settings,
+                rates,
+                updates,
+                captured,
+                blocking=waits,
+                lock_free=free,
+                max_staleness=bound,
+            )
         )
 
     def _gradient_bytes(self) -> Iterator[int]:
@@ -186,7 +216,7 @@ class Session:
 
     def _check_fit(self) -> None:
         shape = self.shape
-        grads = sum(shape.gradient_bytes) if self.config.updates == "exact" else 0
+        grads = sum(shape.gradient_bytes) if self.config.updates != "in-backward" else 0
         if self.config.resolved_master == "separate" and self.config.accumulate == 1:
             grads = 0
         needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
@@ -262,13 +292,15 @@ class Session:
         Where there is SSD and no host, the device keeps half of its budget for what is not known yet."""
         shape, budgets = self.shape, self.ledger.budgets
         page = 2 * self.layout.unit * 4 if self.layout.cut == "page" else 0
+        every = range(shape.chunks)
+        buffers = beside_updates(shape, every, self.traces.settings, every if budgets["ssd"] else ())
         if not budgets["ssd"]:
             kinds = (shape.parameter_bytes, shape.gradient_bytes, shape.state_bytes)
-            held = sum(count[i] for i in self._at_home("host") for count in kinds)
+            held = buffers + sum(count[i] for i in self._at_home("host") for count in kinds)
             fits = held + sum(count[index] for count in kinds) + page <= budgets["host"]
             return "host" if fits else "device"
         near = self.store.near
-        held = sum(shape.parameter_bytes) + stage_bytes(shape.state_bytes, shape.piece) + page
+        held = sum(shape.parameter_bytes) + buffers + page
         held += sum(shape.gradient_bytes[i] + shape.state_bytes[i] for i in (*self._at_home(near), index))
         held += 2 * max(shape.parameter_bytes) if near == "host" else 0
         if held <= (budgets[near] // 2 if near == "device" else budgets[near]):
@@ -312,6 +344,10 @@ class Session:
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
             self.executor.raise_level(self.first_level(), guess=True)
+        if self.lock_free is not None:
+            homes, states = self.updates.homes, self.shape.state_bytes
+            self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
+            self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
         self.executor.begin(plan, self._recorder, offset)
 
@@ -337,6 +373,7 @@ class Session:
                 for member, value in values:
                     data.store_value(member, dense(value), updates.kernels["host"])
             if updates.homes[index] == "ssd":
+                self.drain()
                 self.streaming.close()
                 self._open_streaming(self._at_home("ssd"))
         if woken:
@@ -443,6 +480,8 @@ class Session:
     def _move_home(self, plan: Plan) -> None:
         homes = self.updates.homes
         moving = [i for i, home in enumerate(plan.homes) if home != homes[i]]
+        if self.lock_free is not None and moving:
+            self.lock_free.open([])
         self.executor.updater.flush()
         self.executor.plan = None
         restaged = any("ssd" in (homes[i], plan.homes[i]) for i in moving)
@@ -531,11 +570,15 @@ class Session:
 
     def check_integrity(self) -> None:
         self.store.check_integrity()
+        if self.lock_free is not None:
+            self.lock_free.buffers.check()
         if self.executor.activations is not None:
             self.executor.activations.check()
 
     def close(self) -> None:
         """Gives all memory back; the module's parameters become placeholders."""
+        if self.lock_free is not None:
+            self.lock_free.close()
         self.executor.updater.drop()
         self.streaming.close()
         self.updates.kept.clear()

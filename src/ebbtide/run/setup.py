@@ -179,8 +179,6 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: 
 
 
 def refuse_unbuilt(config: Config) -> None:
-    if config.updates == "lock-free":
-        raise UnsupportedError('updates = "lock-free" is not built yet; use "exact" or "in-backward"')
     if config.updates == "in-backward" and config.precision == "fp16":
         raise UnsupportedError(
             'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '

@@ -42,12 +42,16 @@ class Steps:
                 if id(parameter) in index:
                     self.group_of[index[id(parameter)]] = place
 
-    def segments(self, members: Sequence[int], scale: float) -> Iterator[Segment]:
-        """Neighbouring parameters with the same settings and step become one segment."""
+    def segments(
+        self, members: Sequence[int], scale: float, groups: Sequence[Mapping[str, Any]] = ()
+    ) -> Iterator[Segment]:
+        """Neighbouring parameters with the same settings and step become one segment. `groups`: those that were, in
+        place of the optimizer's."""
+        groups = groups or self.groups
         open_: Segment | None = None
         for member in sorted(members, key=lambda m: self.data.places[m].offset):
             place = self.data.places[member]
-            group = self.groups[self.group_of[member]]
+            group = groups[self.group_of[member]]
             coefficients = self.rule.coefficients(group, self.counts[member], scale)
             if open_ is not None:
                 gap = place.offset - (open_.offset + open_.count)

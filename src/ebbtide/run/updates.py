@@ -20,6 +20,7 @@ from ebbtide.memory.chunk import Chunk
 from ebbtide.run.chunk_updates import ChunkUpdates
 from ebbtide.run.executor import Executor
 from ebbtide.run.kept import KeptGradients
+from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.taken import TakenSpace
 
@@ -51,6 +52,7 @@ class Updates:
         self.norm_wanted = True
         self.scale = 1.0
         """What gradients are multiplied with in in-backward updates."""
+        self.lock_free: LockFree | None = None
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor, self.kept)
         self.homes = self.chunks.homes
@@ -110,6 +112,8 @@ class Updates:
             self._keep(member, gradient)
             return
         chunk = self._gradient_chunk(member)
+        if chunk.work is not None:
+            chunk.work.settle()  # the last step's gradients are being added to those that wait for an update
         if chunk.free:
             self.executor.make_room(self.store.room_needed(chunk, "device"))
             self.store.allocate(chunk, "device")
@@ -179,6 +183,8 @@ class Updates:
 
     def apply(self, scale: float) -> None:
         """Starts the update of every chunk that has gradients, in forward order."""
+        if self.lock_free is not None:
+            self.lock_free.begin_step(self.steps.groups)
         for index in range(len(self.data.members)):
             members = [m for m in self.data.members[index] if self.arrived[m]]
             if members:
@@ -187,6 +193,9 @@ class Updates:
         self.discard()
 
     def _update(self, index: int, members: list[int], scale: float) -> None:
+        if self.lock_free is not None and self.homes[index] != "device":
+            self.lock_free.give(index, members, scale)
+            return
         for member in members:
             self.steps.counts[member] += 1
         taken = self.taken.members

@@ -1,0 +1,212 @@
+"""Lock-free updates against exact ones where the disk is the bottleneck: steps a second, staleness, and what is learnt.
+
+Most of the optimizer state is on SSD and the sequence is short. Two processes train the same model on the same text
+from the same weights, in turn, each for the same number of seconds at a time; between turns pending updates end, and
+text that is not trained on is evaluated, neither of which counts. In each turn the first steps are left out of the
+rates: they would owe their updates to those that come after.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.bench.steps import tokens
+from ebbtide.config import Config
+from ebbtide.engine import Engine, open_tiers
+from ebbtide.errors import BudgetError
+from ebbtide.memory.heap import keep_freed_memory
+from ebbtide.models import Batches, find_model
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.place import make_plan
+from ebbtide.plan.strategies import Ask, Model, set_up
+
+MODEL = "gpt2-350m"
+EVALUATED = 16
+"""Batches of the text that is not trained on."""
+GB = 10**9
+
+
+def run(
+    train: torch.Tensor,
+    valid: torch.Tensor,
+    model: str = MODEL,
+    share: float = 0.9,
+    batch: int = 1,
+    seq: int = 64,
+    turns: int = 3,
+    seconds: float = 30.0,
+    max_staleness: int = 4,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """`train` and `valid`: text, as bytes."""
+    common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        kinds = {}
+        for kind in ("exact", "lock-free"):
+            settings = common | {"updates": kind}
+            kinds[kind] = settings | _budgets(settings, model, share, batch, seq, Path(scratch) / kind)
+        report(f"{model}: two engines are made")
+        with (
+            _process(_start, model, batch, seq, train, valid, kinds["exact"]) as exact,
+            _process(_start, model, batch, seq, train, valid, kinds["lock-free"]) as free,
+        ):
+            pair = {"exact": exact, "lock-free": free}
+            begun = {kind: process.submit(_evaluate).result() for kind, process in pair.items()}
+            found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in pair}
+            for number in range(turns):
+                for kind, process in pair.items():
+                    found[kind].append(process.submit(_turn, seconds, max_staleness + 2).result())
+                    done = found[kind][-1]
+                    report(
+                        f"turn {number + 1}, {kind}: {done['steps_per_second']:.3g} steps a second, "
+                        f"loss {done['valid_loss']:.4g}"
+                    )
+            facts = {kind: process.submit(_facts).result() for kind, process in pair.items()}
+    rates = {kind: [one["steps_per_second"] for one in rows] for kind, rows in found.items()}
+    return {
+        "model": model,
+        "batch": batch,
+        "seq": seq,
+        "seconds_a_turn": seconds,
+        "max_staleness": max_staleness,
+        "speed_up": statistics.median(b / a for a, b in zip(rates["exact"], rates["lock-free"], strict=True)),
+        **{kind.replace("-", "_"): _summary(found[kind], begun[kind], facts[kind]) for kind in kinds},
+    }
+
+
+def _summary(rows: list[dict[str, Any]], begun: float, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "steps_per_second": statistics.median(row["steps_per_second"] for row in rows),
+        "steps": sum(row["steps"] for row in rows),
+        "valid_losses": [begun, *(row["valid_loss"] for row in rows)],
+        "drain_seconds": [row["drain_seconds"] for row in rows],
+        **facts,
+    }
+
+
+def _budgets(
+    settings: Mapping[str, Any], model: str, share: float, batch: int, seq: int, folder: Path
+) -> dict[str, Any]:
+    """RAM for parameters, gradients and activations, and as much more as leaves that share of the state to the SSD."""
+    from ebbtide.tracing.alone import trace
+
+    module = find_model(model).on_meta()
+    given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}
+    seen = trace(module, given, torch.bfloat16)
+    shape_of = Model(seen.tensors, seen.trained, seen.runs)
+    setup = set_up("ebbtide", Ask(shape_of, Machine.read("laptop"), Config.read(settings)))
+    shape, states = setup.shape, setup.shape.state_bytes
+    low = seen.record.peak + sum(shape.parameter_bytes) + sum(shape.gradient_bytes)
+    high = low + 4 * sum(states)
+    ssd = 2 * sum(states) + 4 * GB
+    while high - low > sum(states) // 500:
+        middle = (low + high) // 2
+        try:
+            plan = make_plan(
+                setup.shape, seen.record, replace(setup.settings, device=middle, host=0, ssd=ssd)
+            )
+        except BudgetError:
+            low = middle
+            continue
+        streamed = sum(states[i] for i in plan.host.ssd)
+        low, high = (low, middle) if streamed <= share * sum(states) else (middle, high)
+    folder.mkdir()
+    return {
+        "device": {"kind": "cpu", "memory": high},
+        "host": {"memory": 0},
+        "ssd": {"folder": str(folder), "memory": ssd},
+    }
+
+
+# -- in processes of their own ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _process(start: Callable[..., None], *arguments: Any) -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
+        yield pool
+        pool.submit(_end).result()
+
+
+_held: dict[str, Any] = {}
+
+
+def _start(
+    model: str, batch: int, seq: int, train: torch.Tensor, valid: torch.Tensor, settings: Mapping[str, Any]
+) -> None:
+    spec = find_model(model)
+    config = Config.read(settings)
+    torch.manual_seed(0)
+    engine = Engine(spec.on_meta(), config, tiers=open_tiers(config))
+    keep_freed_memory()
+    batches = {
+        name: Batches(spec, text, batch, seq, 0) for name, text in (("train", train), ("valid", valid))
+    }
+    _held.update(engine=engine, steps=0, **batches)
+
+
+def _step() -> None:
+    engine = _held["engine"]
+    loss = engine(**_held["train"].at(_held["steps"])).loss
+    engine.backward(loss)
+    engine.step()
+    _held["steps"] += 1
+
+
+def _turn(seconds: float, first: int) -> dict[str, Any]:
+    """Trains for so long; `first`: steps that do not count in the rate."""
+    engine, begun, before = _held["engine"], time.perf_counter(), _held["steps"]
+    marks: list[float] = []
+    while time.perf_counter() - begun < seconds or len(marks) < first + 2:
+        _step()
+        marks.append(time.perf_counter())
+    engine.synchronize()
+    drained = time.perf_counter() - marks[-1]
+    return {
+        "steps": _held["steps"] - before,
+        "steps_per_second": (len(marks) - first) / (marks[-1] - marks[first - 1]),
+        "drain_seconds": drained,
+        "valid_loss": _evaluate(),
+    }
+
+
+def _evaluate() -> float:
+    engine = _held["engine"]
+    engine.module.eval()
+    with torch.no_grad():
+        losses = [float(engine(**_held["valid"].at(i)).loss) for i in range(EVALUATED)]
+    engine.module.train()
+    return statistics.mean(losses)
+
+
+def _facts() -> dict[str, Any]:
+    engine = _held["engine"]
+    stats, session = engine.stats(), engine._session
+    states = session.shape.state_bytes
+    on_ssd = sum(states[i] for i, home in enumerate(session.updates.homes) if home == "ssd")
+    return {
+        "state_on_ssd": on_ssd / sum(states),
+        "budget_bytes": stats["budget_bytes"]["device"],
+        "peak_device_bytes": stats["peak_bytes"]["device"],
+        "ssd_read_bytes": stats["moved_bytes"]["ssd_read"],
+        "ssd_write_bytes": stats["moved_bytes"]["ssd_write"],
+        "staleness": stats["lock_free"],
+    }
+
+
+def _end() -> None:
+    if "engine" in _held:
+        _held["engine"].close()
+    _held.clear()

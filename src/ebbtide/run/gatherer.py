@@ -1,0 +1,99 @@
+"""Gradients that wait for a lock-free update: those of later steps are added to them.
+
+A step's gradients become the sum as they are, where they lie on the tier of the updates already; else a thread adds them
+when they have arrived there. Steps differ in scale (clipping, loss scaling), so what is added is weighted, and rounded
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+
+import torch
+
+from ebbtide.backend.cpu import CopyEvent
+from ebbtide.kernels import Kernels
+from ebbtide.kernels.base import WAITS_IN
+from ebbtide.memory.chunk import Chunk, aligned
+from ebbtide.run.buffers import GRADIENTS, Buffers
+from ebbtide.run.executor import Executor
+from ebbtide.run.model import ModelData
+from ebbtide.run.progress import Waiting
+
+
+class Gatherer:
+    def __init__(
+        self, data: ModelData, executor: Executor, buffers: Buffers, kernels: Mapping[str, Kernels]
+    ) -> None:
+        """`kernels` by tier."""
+        self._data, self._store, self._near = data, data.store, data.store.near
+        self._executor, self._buffers, self._kernels = executor, buffers, kernels
+
+    def give(self, index: int, members: Sequence[int], scale: float, waiting: Waiting | None) -> Waiting:
+        """What waits with the gradients of one more step, which leave their chunk."""
+        grad = self._store.chunks["grad", index]
+        dtype = WAITS_IN[grad.dtype]
+        if waiting is None and self._near == "device" and dtype == grad.dtype:
+            self._executor.bring(grad)
+            memory = self._store.surrender(grad)
+            waiting = Waiting(self._buffers.adopt(GRADIENTS, grad, memory), scale)
+        else:
+            if waiting is None:
+                waiting = Waiting(self._buffers.take(GRADIENTS, grad, dtype), scale)
+            self._add(grad, waiting, members, scale / waiting.scale)
+        for member in members:
+            waiting.steps[member] = waiting.steps.get(member, 0) + 1
+        waiting.count += 1
+        return waiting
+
+    def _add(self, grad: Chunk, waiting: Waiting, members: Sequence[int], weight: float) -> None:
+        """A thread adds them once they have arrived; until then the chunk is its own."""
+        events = []
+        with self._executor.together([grad]):
+            if self._near == "host":
+                events += self._executor.toward_host(grad)
+            else:
+                self._executor.bring(grad)
+        known = frozenset(waiting.steps)
+        rows: list[tuple[bool, torch.Tensor, torch.Tensor]] = []
+        for add, offset, count in self._ranges(members, known):
+            copies = [(waiting.memory, self._near), (grad, self._near)]
+            rows += [(add, row[0], row[1]) for _, row in aligned(copies, offset, count)]
+        added = CopyEvent()
+        waiting.added.append(added)
+        kernels = self._kernels[self._near]
+
+        def work() -> None:
+            try:
+                for event in events:
+                    event.synchronize()
+                for add, target, source in rows:
+                    kernels.weigh(target, source, weight, add)
+            except BaseException as error:
+                added.set(error)
+                raise
+            finally:
+                rows.clear()
+            added.set(None)
+
+        def finish(done: bool) -> None:
+            with nullcontext() if done else suppress(Exception):
+                self._store.settle(grad)
+            self._store.free(grad)
+
+        self._executor.updater.submit([grad], [], work, finish)
+
+    def _ranges(self, members: Sequence[int], known: frozenset[int]) -> Iterator[tuple[bool, int, int]]:
+        """(whether there is something to add to, first element, elements): neighbours together."""
+        open_: tuple[bool, int, int] | None = None
+        for member in sorted(members, key=lambda m: self._data.places[m].offset):
+            place, add = self._data.places[member], member in known
+            if open_ is not None and open_[0] == add and open_[1] + open_[2] == place.offset:
+                open_ = (add, open_[1], open_[2] + place.numel)
+                continue
+            if open_ is not None:
+                yield open_
+            open_ = (add, place.offset, place.numel)
+        if open_ is not None:
+            yield open_

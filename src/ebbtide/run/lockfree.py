@@ -1,0 +1,373 @@
+"""Lock-free updates (Angel-PTM, Algorithm 2): the passes wait for none.
+
+`step` hands gradients over and returns. They are added to those of earlier steps that no update has consumed yet; an
+update takes what a chunk has, as the mean over its steps, and makes new values in a buffer while state streams
+past. The computation takes them over where the chunk is not in use: never between its forward and its backward.
+
+Note [one thread decides]: the thread that issues the computation decides everything: which gradients an update
+consumes, in which order chunks are updated, when values are taken over. It does so at every moment, in `tick`, which
+looks and never waits. The other two threads only work: one adds gradients when they have arrived, one updates. So
+no lock guards these books, a gradient is consumed once, and none is lost.
+
+Note [staleness]: of a chunk at the start of a pass, the steps whose gradients are not in the values that the pass
+uses. Where it would exceed its bound, and nowhere else, the pass waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ebbtide.backend.cpu import Stream
+from ebbtide.errors import IntegrityError, StateError
+from ebbtide.memory.chunk import Chunk, aligned
+from ebbtide.plan.stage import AHEAD, lock_free_bytes
+from ebbtide.plan.states import State
+from ebbtide.run.buffers import GRADIENTS, VALUES, Buffers
+from ebbtide.run.chunk_updates import ChunkUpdates, Part
+from ebbtide.run.executor import IDLE, REVERSING, RUNNING, Executor
+from ebbtide.run.gatherer import Gatherer
+from ebbtide.run.progress import Progress, Turn, Waiting
+
+
+class LockFree:
+    def __init__(self, chunks: ChunkUpdates, executor: Executor, max_staleness: int, width: int) -> None:
+        self.chunks, self.executor = chunks, executor
+        self.data, self.store, self.near = chunks.data, chunks.store, chunks.store.near
+        self.kernels = chunks.kernels
+        self.max_staleness, self._width = max_staleness, width
+        self.buffers = Buffers(self.store)
+        self._gatherer = Gatherer(self.data, executor, self.buffers, self.kernels)
+        self.progress: dict[int, Progress] = {}
+        """By chunk; those that are, or were, updated lock-free."""
+        self.waits = 0
+        """Passes that waited for updates."""
+        self.staleness_max, self._staleness_sum, self._looks = 0, 0, 0
+        self._order: list[int] = []
+        """The chunks that are updated lock-free, in the order in which their state streams."""
+        self._next = 0
+        self._settings: list[dict[str, Any]] = []
+        self._turns: deque[Turn] = deque()
+        self._busy = False
+        self._runs: list[list[int]] = [[] for _ in self.data.members]
+        for run, indices in enumerate(self.data.run_chunks):
+            for index in indices:
+                self._runs[index].append(run)
+        self._stream: Stream | None = None
+
+    # -- which chunks ---------------------------------------------------------------------------------
+
+    def open(self, chunks: Sequence[int]) -> None:
+        """These chunks are updated lock-free from now on, and no others."""
+        if list(chunks) == self._order:
+            return
+        self.drain()
+        self._order, self._next = [], 0
+        self.buffers.close()
+        params = [self.data.parameter_chunk(i).nbytes for i in chunks]
+        sizes = lock_free_bytes(params, params, self._width)
+        room = self.executor.make_room if self.near == "device" else self.executor.make_host_room
+        room(sum(sizes))
+        self.buffers.open(*sizes)
+        self._order = list(chunks)
+        for index in chunks:
+            self.progress.setdefault(index, Progress())
+
+    # -- gradients ------------------------------------------------------------------------------------
+
+    def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Gradients are about to be handed over, to be applied with the settings that the groups have now."""
+        self._settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.tick()
+
+    def give(self, index: int, members: Sequence[int], scale: float) -> None:
+        """Takes the gradients of one step, to be multiplied with `scale`, off a chunk."""
+        if index not in self._order:  # its home was given without a plan
+            self.open(sorted({*self._order, index}))
+        progress = self.progress[index]
+        progress.produced += 1
+        progress.waiting = self._gatherer.give(index, members, scale, progress.waiting)
+        progress.waiting.groups = self._settings
+        self.tick()
+
+    # -- what happens beside the passes ---------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Ends updates that are over, takes over values where nobody can tell, makes the next ones ready."""
+        if self._busy or self.executor.updater.failed or not self._order:
+            return
+        self._busy = True
+        try:
+            while self._turns and self._turns[0].event.done():
+                self._finish(self._turns.popleft())
+            for index in self._finished():
+                if self._unnoticed(index):
+                    self._take_over(index)
+            self._make_ready()
+        finally:
+            self._busy = False
+
+    def begin_pass(self) -> None:
+        """A training pass is about to start: no chunk's values are older than the bound says."""
+        if not self._order:
+            return
+        self.tick()
+        self._take_over_between()
+        late = [i for i in self._order if self._staleness(i) > self.max_staleness]
+        if late:
+            self.waits += 1
+            self._wait(lambda: all(self._staleness(i) <= self.max_staleness for i in late), late)
+        found = [self._staleness(i) for i in self._order]
+        self.staleness_max = max(self.staleness_max, *found)
+        self._staleness_sum += sum(found)
+        self._looks += len(found)
+
+    def begin_evaluation(self) -> None:
+        """It sees the newest values that are ready."""
+        if self.executor.phase == IDLE:
+            self.tick()
+            self._take_over_between()
+
+    def _staleness(self, index: int) -> int:
+        progress = self.progress[index]
+        return progress.produced - progress.visible - progress.dropped
+
+    def _finished(self) -> list[int]:
+        return [i for i in self._order if self.progress[i].values is not None]
+
+    def _take_over_between(self) -> None:
+        """Between passes nothing is in use; what the device has a copy of stays, where that would have to come again."""
+        for index in self._finished():
+            alone = self.near == "device" or self.data.parameter_chunk(index).device is None
+            if alone and self._quiet(index):
+                self._take_over(index)
+        self._make_ready()
+
+    def _quiet(self, index: int) -> bool:
+        """Whether the chunk's copy can be written at once."""
+        chunk = self.data.parameter_chunk(index)
+        return (
+            chunk.move is None
+            and chunk.valid_on(self.near)
+            and not self.store.in_use(chunk)
+            and all(event.done() for event in chunk.pending)
+        )
+
+    def _unnoticed(self, index: int) -> bool:
+        """Whether nobody can tell, now in the middle of a pass, that the chunk's values change."""
+        executor, chunk = self.executor, self.data.parameter_chunk(index)
+        if not self._quiet(index) or executor.phase == IDLE:
+            return False
+        if executor.phase == RUNNING:
+            # On a device with memory of its own a copy that is there already would have to come again.
+            unused = all(executor.states.state(run) is State.HOLD for run in self._runs[index])
+            return unused and (self.near == "device" or chunk.device is None)
+        return executor.phase != REVERSING or executor.done_with(chunk)
+
+    # -- one update -----------------------------------------------------------------------------------
+
+    def _make_ready(self, first: Iterable[int] = (), forced: bool = False) -> None:
+        """Hands as many updates to the thread as it may have; `forced`: parameters come where they can be read."""
+        while len(self._turns) <= AHEAD:
+            index = self._choose(first, forced)
+            if index is None:
+                return
+            self._start(index)
+
+    def _bring(self, chunk: Chunk) -> None:
+        """Makes the chunk's copy on the tier next to SSD valid, and quiet."""
+        if self.near == "device":
+            self.executor.bring(chunk)
+        else:
+            self.executor.toward_host(chunk)
+            self.store.settle(chunk, host=True)
+
+    def _choose(self, first: Iterable[int], forced: bool) -> int | None:
+        """The next in the order in which state streams; where a pass waits for some, these."""
+        length = len(self._order)
+        ring = [self._order[(self._next + k) % length] for k in range(length)]
+        wanted = set(first)
+        for index in [i for i in ring if i in wanted] + [i for i in ring if i not in wanted]:
+            progress, chunk = self.progress[index], self.data.parameter_chunk(index)
+            if progress.waiting is None or progress.values is not None or progress.running:
+                continue
+            if chunk.nbytes > self.buffers.room(VALUES):
+                return None
+            if forced or (chunk.move is None and chunk.valid_on(self.near)):
+                return index
+        return None
+
+    def _start(self, index: int) -> None:
+        progress, chunk = self.progress[index], self.data.parameter_chunk(index)
+        waiting, progress.waiting = progress.waiting, None
+        assert waiting is not None
+        progress.running = True
+        self._next = (self._order.index(index) + 1) % len(self._order)
+        self.chunks.open_states(index)
+        values = self.buffers.take(VALUES, chunk, chunk.dtype)
+        if self.data.master != "separate" or self.data.master_dtype(index) is None:
+            # Else the master says it all.
+            self.data.notice_writes(index)
+            if chunk.move is not None or not chunk.valid_on(self.near):
+                self._bring(chunk)
+            self._copy(values, chunk)
+        parts = self._parts(waiting)
+        on_ssd = self.chunks.homes[index] == "ssd"
+        run = self.chunks.stream if on_ssd else self.chunks.run
+        tier = self.near
+
+        def work() -> None:
+            try:
+                for event in waiting.added:
+                    event.wait()
+                run(tier, index, parts, values)
+            finally:
+                parts.clear()
+
+        if self._stream is None:
+            self._stream = Stream("ebbtide-lock-free")
+            weakref.finalize(self, self._stream.close)
+        self._turns.append(Turn(index, waiting, values, self._stream.submit(work)))
+
+    def _copy(self, target: Chunk, source: Chunk) -> None:
+        used = self.data.layout.chunks[target.index].used
+        for _, (to, values) in aligned([(target, self.near), (source, self.near)], 0, used):
+            self.kernels[self.near].copy(to.view(torch.uint8), values.view(torch.uint8))
+
+    def _parts(self, waiting: Waiting) -> list[Part]:
+        """The mean over the steps that a parameter has gradients of counts as one step."""
+        steps = self.chunks.steps
+        alike: dict[int, list[int]] = {}
+        for member, count in waiting.steps.items():
+            steps.counts[member] += 1
+            alike.setdefault(count, []).append(member)
+        return [
+            Part(segment, list(waiting.memory.slices(self.near, segment.offset, segment.count)))
+            for count, members in alike.items()
+            for segment in steps.segments(members, waiting.scale / count, waiting.groups)
+        ]
+
+    def _finish(self, turn: Turn) -> None:
+        """Waits for an update, and keeps the books of it."""
+        progress = self.progress[turn.index]
+        progress.running = False
+        progress.values = turn.values
+        try:
+            turn.event.wait()
+        except BaseException as error:
+            progress.dropped += turn.gradients.count
+            self.executor.updater.failed = f"a lock-free update ended half-way ({error})"
+            raise
+        finally:
+            self.buffers.give(GRADIENTS, turn.gradients.memory)
+            for state in self.chunks.state_chunks(turn.index):
+                if self.chunks.homes[turn.index] == "ssd":
+                    state.mark("ssd", True)
+        progress.applied += turn.gradients.count
+        progress.updates += 1
+
+    def _take_over(self, index: int) -> None:
+        """The computation has the new values from now on."""
+        progress, chunk = self.progress[index], self.data.parameter_chunk(index)
+        values = progress.values
+        assert values is not None
+        if self.data.written(index):
+            names = ", ".join(self.data.names[m] for m in self.data.members[index])
+            raise StateError(
+                f"one of {names} was written in place while a lock-free update was under way, so the write would be "
+                "lost; write through engine.weights(name, write=True)"
+            )
+        progress.values = None
+        if self.near == "device" and not self.store.in_use(chunk):
+            self.data.unbind(index)
+            self.buffers.exchange(values, chunk)
+        else:
+            self._copy(chunk, values)
+        self.buffers.give(VALUES, values)
+        self.store.written(chunk, self.near)
+        if self.near == "host":
+            self.executor.leave_stale(chunk)
+        progress.visible = progress.applied
+
+    # -- waiting --------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Gradients that the values do not have yet."""
+        return sum(map(self._staleness, self.progress))
+
+    def drain(self) -> None:
+        """Waits until all that was handed over is in the values."""
+        if self.executor.updater.failed:
+            self._give_up()
+        elif not self._busy and self.pending:
+            self._wait(lambda: not self.pending)
+            self.executor.updater.flush()
+
+    def _wait(self, done: Callable[[], bool], first: Sequence[int] = ()) -> None:
+        """Until it is done: nothing is in use meanwhile, so values are taken over wherever they are."""
+        self._busy = True
+        try:
+            while not done():
+                self._force()
+                self._make_ready(first, forced=True)
+                if self._turns:
+                    self._finish(self._turns.popleft())
+                elif not done():
+                    raise IntegrityError("lock-free updates are pending, and none can be made ready")
+                self._force()
+        finally:
+            self._busy = False
+
+    def _force(self) -> None:
+        for index in self._finished():
+            self._bring(self.data.parameter_chunk(index))
+            self._take_over(index)
+
+    def _give_up(self) -> None:
+        """After an update that failed: what it and those behind it made is taken over as far as it came (state on
+        SSD has come as far), gradients that wait are dropped."""
+        while self._turns:
+            with suppress(Exception):
+                self._finish(self._turns.popleft())
+        with suppress(Exception):
+            self._force()
+        self.executor.updater.drop()
+        if self.executor.updater.state is not None:
+            self.executor.updater.state.forget()
+        for progress in self.progress.values():
+            if progress.waiting is not None:
+                progress.dropped += progress.waiting.count
+                self.buffers.give(GRADIENTS, progress.waiting.memory)
+            if progress.values is not None:
+                self.buffers.give(VALUES, progress.values)
+            progress.waiting = progress.values = None
+            progress.visible = progress.applied
+
+    def close(self) -> None:
+        """Applies what waits, and gives all buffers back."""
+        with suppress(Exception):  # memory is given back whatever comes of it
+            self.drain()
+        self._give_up()
+        if self._stream is not None:
+            self._stream.close()
+        self._order = []
+        self.buffers.close()
+
+    def stats(self) -> dict[str, Any]:
+        books = self.progress.values()
+        return {
+            "staleness_max": self.staleness_max,
+            "staleness_mean": self._staleness_sum / self._looks if self._looks else 0.0,
+            "waits": self.waits,
+            "gradients_produced": sum(one.produced for one in books),
+            "gradients_applied": sum(one.applied for one in books),
+            "gradients_dropped": sum(one.dropped for one in books),
+            "updates": sum(one.updates for one in books),
+            "pending": self.pending,
+        }
