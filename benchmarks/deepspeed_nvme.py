@@ -355,14 +355,8 @@ def deepspeed_settings(work: Work, variant: str) -> dict[str, Any]:
     }
 
 
-def run_deepspeed(work: Work, variant: str = "") -> dict[str, Any]:
-    import deepspeed
-    from transformers import GPT2LMHeadModel  # noqa: F401  (libraries count as loaded before the model)
-
-    settings = deepspeed_settings(work, variant)
-    model = work.model()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    batch = work.tokens()
+def step_of(engine: Any, batch: Any) -> Callable[[], Any]:
+    """The same three calls for both engines."""
 
     def step() -> Any:
         loss = engine(**batch).loss
@@ -370,7 +364,17 @@ def run_deepspeed(work: Work, variant: str = "") -> dict[str, Any]:
         engine.step()
         return loss
 
-    return work.measure(step) | {"settings": settings}
+    return step
+
+
+def run_deepspeed(work: Work, variant: str = "") -> dict[str, Any]:
+    import deepspeed
+    from transformers import GPT2LMHeadModel  # noqa: F401  (libraries count as loaded before the model)
+
+    settings = deepspeed_settings(work, variant)
+    model = work.model()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    return work.measure(step_of(engine, work.tokens())) | {"settings": settings}
 
 
 def run_ebbtide(work: Work) -> dict[str, Any]:
@@ -388,15 +392,7 @@ def run_ebbtide(work: Work) -> dict[str, Any]:
     }
     model = work.model()
     engine = ebbtide.initialize(model, settings)
-    batch = work.tokens()
-
-    def step() -> Any:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    facts = work.measure(step) | {"settings": settings}
+    facts = work.measure(step_of(engine, work.tokens())) | {"settings": settings}
     stats = engine.stats()
     facts["streamed_share"] = 1 - stats["device_state_chunks"] / stats["chunks"]
     facts["stats"] = {key: stats[key] for key in ("moved_bytes", "peak_bytes", "stall_seconds", "tags")}

@@ -11,17 +11,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ebbtide.bench.steps import tokens
+from ebbtide.bench.steps import in_process, tokens
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
@@ -59,8 +56,8 @@ def run(
             kinds[kind] = settings | _budgets(settings, model, share, batch, seq, Path(scratch) / kind)
         report(f"{model}: two engines are made")
         with (
-            _process(_start, model, batch, seq, train, valid, kinds["exact"]) as exact,
-            _process(_start, model, batch, seq, train, valid, kinds["lock-free"]) as free,
+            in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact,
+            in_process(_start, _end, model, batch, seq, train, valid, kinds["lock-free"]) as free,
         ):
             pair = {"exact": exact, "lock-free": free}
             begun = {kind: process.submit(_evaluate).result() for kind, process in pair.items()}
@@ -131,13 +128,6 @@ def _budgets(
 
 
 # -- in processes of their own ----------------------------------------------------------------------------
-
-
-@contextmanager
-def _process(start: Callable[..., None], *arguments: Any) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
-        yield pool
-        pool.submit(_end).result()
 
 
 _held: dict[str, Any] = {}

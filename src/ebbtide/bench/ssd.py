@@ -11,17 +11,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from ebbtide.bench.steps import LR, Ours, drawn_quickly, tokens
+from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
 from ebbtide.models import find_model
@@ -99,7 +96,10 @@ def _against(
     model: str, seq: int, config: dict[str, Any], repeats: int, ceilings: Mapping[str, float], clipped: bool
 ) -> dict[str, Any]:
     """Steps of an engine in turn with plain passes."""
-    with _process(_start_plain, model, seq) as plain, _process(_start_engine, model, seq, config) as engine:
+    with (
+        in_process(_start_plain, _end, model, seq) as plain,
+        in_process(_start_engine, _end, model, seq, config) as engine,
+    ):
         passes, steps = [], []
         for number in range(WARM_UP + repeats):
             pair = plain.submit(_plain_pass).result(), engine.submit(_engine_step).result()
@@ -143,13 +143,6 @@ def bound_of(
 
 
 # -- in processes of their own ----------------------------------------------------------------------------
-
-
-@contextmanager
-def _process(start: Callable[..., None], *arguments: Any) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
-        yield pool
-        pool.submit(_end).result()
 
 
 _held: dict[str, Any] = {}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -99,6 +102,16 @@ class Ours:
     def close(self) -> None:
         self.engine.close()
         gc.collect()
+
+
+@contextmanager
+def in_process(
+    start: Callable[..., None], end: Callable[[], None], *arguments: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """A process of its own: what one engine leaves in the heap is not the next one's to bear."""
+    with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
+        yield pool
+        pool.submit(end).result()
 
 
 def race(jobs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:

@@ -29,8 +29,6 @@ class Work(Protocol):
     def settle(self) -> None:
         """Waits until it is over, and brings the chunks' books up to date."""
 
-    def done(self) -> bool: ...
-
 
 @dataclass(slots=True, eq=False)
 class Chunk:

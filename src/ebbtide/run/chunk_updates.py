@@ -73,9 +73,7 @@ class ChunkUpdates:
         """Updates one parameter on the device from a gradient that lies by itself, flat and in storage order."""
         index = self.data.places[member].chunk
         param = self.data.parameter_chunk(index)
-        for state in self.state_chunks(index):
-            if state.free:
-                self.executor.allocate(state, "device")
+        self.open_states(index)
         with self.executor.placed(param, "device"):
             parts = [Part(s, [(0, gradient)]) for s in self.steps.segments([member], scale)]
             self.run("device", index, parts)

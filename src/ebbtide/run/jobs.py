@@ -31,10 +31,6 @@ class _Handle:
         if job is not None:
             job.settle()
 
-    def done(self) -> bool:
-        job = self._job()
-        return job is None or job.done()
-
 
 class Job:
     """`work` runs once, on whatever thread, after `waits`; `finish` keeps the books, on a thread that holds the lock,

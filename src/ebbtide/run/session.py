@@ -23,6 +23,7 @@ from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import build_layout, unit_elements
+from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import OFF
@@ -233,11 +234,8 @@ class Session:
             self.executor.make_room_on(tier, param)
             self.store.allocate(param, tier)
             master = self.store.chunks.get(("master", index))
-            if master is not None and home == "ssd":
-                self.store.reserve_ssd(master)
-                master.mark("ssd", True)
-            elif master is not None:
-                self.executor.allocate(master, home)
+            if master is not None:
+                self._give_place(master, home)
             for member in members:
                 self.data.store_value(member, self._first_value(member, source), kernels)
                 self.data.release_original(member)
@@ -251,6 +249,14 @@ class Session:
         if self.store.near == "device":
             level = min(level, self.ledger.budgets["device"] // FIRST_BATCH)
         self.executor.raise_level(level, guess=True)
+
+    def _give_place(self, master: Chunk, home: str) -> None:
+        """For a master whose values are about to be written."""
+        if home == "ssd":
+            self.store.reserve_ssd(master)
+            master.mark("ssd", True)
+        else:
+            self.executor.allocate(master, home)
 
     def _open_streaming(self, chunks: Sequence[int]) -> None:
         on_ssd = [index for index in chunks if self.shape.state_bytes[index]]
@@ -365,11 +371,7 @@ class Session:
             master = self.store.chunks.get(("master", index))
             if master is not None:
                 values = [(m, data.load_value(m, updates.kernels["host"])) for m in data.members[index]]
-                if updates.homes[index] == "ssd":
-                    self.store.reserve_ssd(master)
-                    master.mark("ssd", True)
-                else:
-                    self.executor.allocate(master, updates.homes[index])
+                self._give_place(master, updates.homes[index])
                 for member, value in values:
                     data.store_value(member, dense(value), updates.kernels["host"])
             if updates.homes[index] == "ssd":

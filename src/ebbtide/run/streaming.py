@@ -34,15 +34,15 @@ class Streaming:
             store.ssd_space, slots, store.traffic.moved, self._updater.background
         )
         for index in chunks:
+            for state in self._states(index):
+                store.reserve_ssd(state)
             self.note(index)
 
     def note(self, index: int) -> None:
-        """The chunk's state on SSD was written by another way."""
-        stream = self._updater.state
-        if stream is not None:
-            for state in self._states(index):
-                self._store.reserve_ssd(state)
-            stream.note(index, [state.kind for state in self._states(index) if state.ssd_valid])
+        """Something of the chunk was written on SSD by another way: what was read ahead of its state is void."""
+        stream, states = self._updater.state, self._states(index)
+        if stream is not None and any(state.ssd is not None for state in states):
+            stream.note(index, [state.kind for state in states if state.ssd_valid])
 
     def expect(self, chunks: Iterable[int]) -> None:
         if self._updater.state is not None:

@@ -44,8 +44,6 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
     laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32)
     session.data.store_value(member, dense(laid.copy_(value)), session.updates.kernels["host"])
     param = session.data.parameter_chunk(place.chunk)
-    if session.updates.homes[place.chunk] == "ssd":
-        session.streaming.note(place.chunk)
     if not param.device_valid:
         session.executor.leave_stale(param)
 
