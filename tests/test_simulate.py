@@ -135,6 +135,21 @@ def test_more_of_anything_never_makes_a_step_slower(question: Question, part: st
         )
 
 
+def test_gradients_of_an_update_in_backward_are_reported_as_the_few_that_wait() -> None:
+    machine = MACHINE.with_devices(2)
+    machine = replace(
+        machine,
+        device=replace(machine.device, memory=5_753_042),
+        host=replace(machine.host, memory=11_344_281),
+        links=replace(machine.links, host_device=1e9),
+    )
+    question = small_question(6, 590_848, 0, 10**9, machine, {"updates": "in-backward"})
+    found = look(question)
+    slice_bytes = 2 * 295_936  # half of a tensor, padded to 1,024 elements
+    assert found.fits and found.bytes["host"]["grad"] == 2 * slice_bytes
+    assert sum(found.bytes["host"].values()) <= question.ask.host
+
+
 @settings(max_examples=200, deadline=None)
 @given(questions())
 def test_no_step_beats_its_bound_and_no_tier_its_budget(question: Question) -> None:

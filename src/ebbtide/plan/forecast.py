@@ -15,6 +15,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import Walked, step_seconds, walk
+from ebbtide.plan.hostside import waiting_gradients
 from ebbtide.plan.job import Job, paced, streamed_bytes, streamed_update
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
@@ -217,11 +218,11 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
     pinned = setup.settings.placement == "static"
     kept = range(shape.chunks) if plan.host.keep else away
     params = sum(shape.parameter_bytes[i] for i in kept if i not in plan.host.ssd_parameters)
-    grads = 0 if setup.settings.take_over else sum(shape.gradient_bytes[i] for i in away)
+    grads = waiting_gradients(shape, away, setup.settings)
     host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
     if activations:
         host["activations"] = activations
-    if plan.host.ssd or setup.settings.lock_free:
+    if plan.host.ssd or plan.host.ssd_parameters or setup.settings.lock_free:
         host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
     if setup.settings.ssd_beside_device:
         host = {}

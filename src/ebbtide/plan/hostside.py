@@ -50,7 +50,7 @@ def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> 
     away = [i for i, count in enumerate(shape.state_bytes) if count and i not in device]
     if settings.ssd_beside_device:
         return _on_ssd(shape, away, settings)
-    grads = _gradients(shape, away, settings)
+    grads = waiting_gradients(shape, away, settings)
     params = sum(shape.parameter_bytes[i] for i in away)
     if settings.placement == "static":
         params = 0  # they are on the device for good
@@ -65,9 +65,9 @@ def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> 
     return _with_ssd(shape, away, grads, params, settings)
 
 
-def _gradients(shape: ModelShape, away: list[int], settings: Settings) -> int:
-    """That wait on the host: all of them for an update after backward, a few for one in backward, none where they lie
-    in their parameters' space."""
+def waiting_gradients(shape: ModelShape, away: Iterable[int], settings: Settings) -> int:
+    """Bytes of gradients that wait on the host: all of them for an update after backward, a few for one in backward,
+    none where they lie in their parameters' space."""
     if settings.take_over:
         return 0
     sizes = [shape.gradient_bytes[i] for i in away]
