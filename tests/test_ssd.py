@@ -12,7 +12,7 @@ import torch
 import ebbtide
 import zoo
 from ebbtide.errors import BudgetError, ConfigError
-from harness import Run, config_of, expected, run
+from harness import Run, batch_of, config_of, expected, run
 from test_exact import CHANGES, MODES
 
 STEPS = 4
@@ -177,3 +177,32 @@ def test_wrong_settings(folder: Path) -> None:
         )
         engine(**zoo.ZOO["gpt2"].batch(0))
     assert found.value.tier == "ssd" and found.value.short > 0
+
+
+def test_gradients_that_never_leave_are_not_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward with RAM as one tier, the update beside the computation consumes them where autograd left them."""
+    device = {"kind": "cpu", "memory": 2_500_000}
+    with_ssd = on_ssd(folder, device=device, host={"memory": 0}, updates="in-backward", clip=None)
+    engine = ebbtide.initialize(zoo.build("gpt2", "none"), with_ssd)
+    try:
+        kernels, copied = engine._session.updates.kernels["device"], []
+        capture = kernels.capture
+
+        def watched(*arguments: Any) -> Any:
+            copied.append(arguments)
+            return capture(*arguments)
+
+        for step in range(STEPS):
+            if step == 2:  # the first iterations have no plan yet that says what stays
+                monkeypatch.setattr(kernels, "capture", watched)
+            engine.backward(engine(**batch_of("gpt2", step, torch.bfloat16, "cpu")).loss)
+            engine.step()
+        assert not copied
+        engine.synchronize()
+        assert engine._session.ledger.tags["device"]["grad"] == 0
+        engine.check_integrity()
+        assert engine.stats()["moved_bytes"]["ssd_write"] > 0
+        assert engine.weights_sha256() == expected("gpt2", "none", STEPS, clip=None)[0]
+    finally:
+        engine.close()
+    assert engine._session.ledger.reserved["device"] == 0

@@ -1,7 +1,8 @@
 """The forecast against the machine: what was predicted and what was measured, side by side.
 
-The machine is measured once, at the start, and written to a file; the forecasts and the engine's own planner read
-that one file. Three budgets a model: everything on the device; optimizer state outside; and parameters that spill, too.
+The machine is measured once, at the start, and written to a file; the forecasts and the engine's own planner read that
+one file. Four budgets a model: everything on the device; optimizer state outside; parameters that spill, too; and RAM as
+one tier with nine tenths of the optimizer state on SSD.
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from ebbtide.config import Config
 from ebbtide.doctor.examine import examine
 from ebbtide.doctor.written import machine_toml
 from ebbtide.forecaster import Forecast, Forecaster, Workload
+from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import find_model
 from ebbtide.plan.machine import Machine
 
+LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)
 MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
 SEQUENCES = (256, 1024)
-WARM_UP = 3
+WARM_UP = 2
 BATCH = 1
 SLACK = 5 * 10**9 // 2
 """RAM that is left to the process itself: libraries, heap fragments, what operators use inside."""
 OUTSIDE, SPILLING = (4.25, 6.0, 8.0, 10.0), (1.75, 2.5, 3.0)
 """Bytes a parameter on the device beside activations, for state outside and for parameters that spill; the first with
 which the rest fits beside it is taken."""
+ON_SSD, FILES = 5.0, 12
+"""Bytes a parameter in RAM beside activations (parameters, gradients that wait for the norm, a tenth of the state), and
+on SSD."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,9 @@ class Case:
     seq: int
     name: str
     device: int
-    """Bytes; so is `host`."""
+    """Bytes; so are `host` and `ssd`."""
     host: int
+    ssd: int = 0
 
 
 def run(
@@ -67,7 +74,7 @@ def run(
             for seq in seqs:
                 for case in _cases(forecaster, machine, model, seq):
                     report(f"{case.model}, sequence {case.seq}, {case.name}")
-                    rows.append(_row(forecaster, machine, path, case, repeats))
+                    rows.append(_row(forecaster, machine, path, case, folder or Path(scratch), repeats))
     return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
 
 
@@ -85,20 +92,23 @@ def _cases(forecaster: Forecaster, machine: Machine, model: str, seq: int) -> It
             if host > 0 and _forecast(forecaster, machine, case).outlook.fits:
                 yield case
                 break
+    yield Case(model, seq, "state on SSD", tide + int(ON_SSD * params), 0, FILES * params)
 
 
 def _forecast(forecaster: Forecaster, machine: Machine, case: Case) -> Forecast:
-    budgets = machine.with_memory(case.device, case.host)
+    budgets = machine.with_memory(case.device, case.host, case.ssd)
     return forecaster.answer(budgets, Workload(BATCH, case.seq), explain=False)
 
 
-def _row(forecaster: Forecaster, machine: Machine, path: Path, case: Case, repeats: int) -> dict[str, Any]:
+def _row(
+    forecaster: Forecaster, machine: Machine, path: Path, case: Case, folder: Path, repeats: int
+) -> dict[str, Any]:
     forecast = _forecast(forecaster, machine, case)
     if not forecast.outlook.fits:
         raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
     # In a process of its own: what one engine leaves in the heap is not the next one's to bear.
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-        measured = alone.submit(_measured, case, path, forecaster.config, repeats).result()
+        measured = alone.submit(_measured, case, path, forecaster.config, folder, repeats).result()
     predicted = _predicted(forecast)
     return {
         "model": case.model,
@@ -106,12 +116,14 @@ def _row(forecaster: Forecaster, machine: Machine, path: Path, case: Case, repea
         "budget": case.name,
         "device_bytes": case.device,
         "host_bytes": case.host,
+        "ssd_bytes": case.ssd,
         **{f"predicted_{name}": value for name, value in predicted.items()},
         **{f"measured_{name}": value for name, value in measured.items()},
         "step_ratio": predicted["step_seconds"] / measured["step_seconds"],
         "moved_ratio": _ratio(predicted["moved_bytes"], measured["moved_bytes"]),
         "device_peak_ratio": _ratio(predicted["device_peak_bytes"], measured["device_peak_bytes"]),
         "host_peak_ratio": _ratio(predicted["host_peak_bytes"], measured["host_peak_bytes"]),
+        "ssd_peak_ratio": _ratio(predicted["ssd_peak_bytes"], measured["ssd_peak_bytes"]),
         "bound_seconds": forecast.outlook.bound_seconds,
     }
 
@@ -124,14 +136,16 @@ def _predicted(forecast: Forecast) -> dict[str, Any]:
     found = forecast.outlook
     return {
         "step_seconds": found.step_seconds,
-        "moved_bytes": found.moved_bytes["host_to_device"] + found.moved_bytes["device_to_host"],
+        "moved_bytes": sum(found.moved_bytes[link] for link in LINKS),
         "device_peak_bytes": sum(found.bytes["device"].values()),
         "host_peak_bytes": sum(found.bytes["host"].values()),
+        "ssd_peak_bytes": sum(found.bytes["ssd"].values()),
     }
 
 
-def _measured(case: Case, path: Path, config: Config, repeats: int) -> dict[str, Any]:
-    settings = config.with_({"machine": str(path), "device.memory": case.device, "host.memory": case.host})
+def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int) -> dict[str, Any]:
+    budgets = {"device.memory": case.device, "host.memory": case.host, "ssd.memory": case.ssd}
+    settings = config.with_({"machine": str(path), **budgets, "ssd.folder": str(folder) if case.ssd else ""})
     # From the meta device, chunk by chunk: the weights in fp32 beside their chunks would be too much for large models.
     module = find_model(case.model).on_meta()
     ours = Ours(case.model, tokens(case.model, BATCH, case.seq), settings.to_dict(), module=module)
@@ -139,31 +153,35 @@ def _measured(case: Case, path: Path, config: Config, repeats: int) -> dict[str,
     try:
         for _ in range(WARM_UP):
             ours.step()
+        ours.engine.synchronize()
         before = _moved(ours.engine.stats())
+        ours.step()  # what each step leaves to be done beside the next one, those that are timed find, too
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter()
             ours.step()
             seconds.append(time.perf_counter() - start)
+        ours.engine.synchronize()
         stats = ours.engine.stats()
     finally:
         ours.close()
     return {
         "step_seconds": statistics.median(seconds),
-        "moved_bytes": (_moved(stats) - before) // repeats,
+        "moved_bytes": (_moved(stats) - before) // (repeats + 1),
         "device_peak_bytes": stats["peak_bytes"]["device"],
         "host_peak_bytes": stats["peak_bytes"]["host"],
+        "ssd_peak_bytes": stats["peak_bytes"]["ssd"],
     }
 
 
 def _moved(stats: Mapping[str, Any]) -> int:
-    return sum(stats["moved_bytes"].values())
+    return sum(stats["moved_bytes"][link] for link in LINKS)
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """How far predictions are off, as shares of what was measured."""
     step = [abs(row["step_ratio"] - 1) for row in rows]
-    peaks = [row[name] for row in rows for name in ("device_peak_ratio", "host_peak_ratio")]
+    peaks = [row[name] for row in rows for name in ("device_peak_ratio", "host_peak_ratio", "ssd_peak_ratio")]
     moved = [row["moved_ratio"] for row in rows]
     return {
         "step_error_median": statistics.median(step),

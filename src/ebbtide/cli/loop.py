@@ -17,7 +17,7 @@ from ebbtide.cli.options import Task
 from ebbtide.config import Config
 from ebbtide.engine import initialize
 from ebbtide.errors import ConfigError
-from ebbtide.memory.heap import keep_freed_memory
+from ebbtide.memory.heap import keep_freed_memory, return_freed_memory
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
 from ebbtide.plan.stage import days_left
@@ -61,7 +61,10 @@ class Training:
             checkpoint_activations(module, task.model)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.engine = initialize(module, config)
-        keep_freed_memory()
+        if config.ssd.memory:
+            return_freed_memory()  # RAM is short, else there would be no disk
+        else:
+            keep_freed_memory()
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ebbtide.plan.activations import Away
 from ebbtide.plan.hostside import HostSide, beside_updates, fill_host
@@ -40,6 +41,11 @@ class Plan:
         """Bytes over all links in one iteration; what SSD streams is read and written, activations go and come."""
         activations = 2 * self.away.bytes * self.accumulate if self.away is not None else 0
         return self.residency.traffic + 2 * self.host.ssd_bytes + activations
+
+    @cached_property
+    def evicted(self) -> frozenset[tuple[str, int]]:
+        """What leaves the device for want of room at some moment."""
+        return frozenset(self.items[move.item] for move in self.residency.moves if not move.fetch)
 
     def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
         """Chunks whose state streams from SSD, in the order of their updates."""

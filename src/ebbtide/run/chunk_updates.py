@@ -67,7 +67,7 @@ class ChunkUpdates:
         if home == "device":
             self._update_here(index, sources, alone, scale)
         else:
-            self._submit(index, sources, scale)
+            self._submit(index, sources, alone, scale)
 
     def update_one(self, member: int, gradient: torch.Tensor, scale: float) -> None:
         """Updates one parameter on the device from a gradient that lies by itself, flat and in storage order."""
@@ -95,7 +95,9 @@ class ChunkUpdates:
         for member in alone:
             self.kept.drop(member)
 
-    def _submit(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
+    def _submit(
+        self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
+    ) -> None:
         """The state is on the host or on SSD: the update goes on beside the computation, on the tier next to SSD."""
         param = self.data.parameter_chunk(index)
         tier, on_ssd = self.store.near, self.homes[index] == "ssd"
@@ -107,9 +109,10 @@ class ChunkUpdates:
                     waits += self.executor.toward_host(chunk)
                 else:
                     self.executor.bring(chunk)
-            parts = self._parts(sources, tier, scale)
+            parts = self._parts(sources, tier, scale) + self._parts_alone(alone, scale)
             self.executor.put_away(param)
         states = self.state_chunks(index)
+        lent = self.kept.lend(alone)
 
         def finish(done: bool) -> None:
             for chunk in owned:
@@ -117,6 +120,7 @@ class ChunkUpdates:
                     self.store.settle(chunk)
             for chunk in owned[1:]:
                 self.store.free(chunk)
+            self.kept.give_back(lent)
             if not done:
                 return
             for state in states if on_ssd else ():

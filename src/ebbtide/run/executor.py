@@ -595,6 +595,10 @@ class Executor:
             candidates.append(Candidate(key, chunk.nbytes, self._distance(chunk), last, dirty))
         return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
 
+    def stays(self, kind: str, index: int) -> bool:
+        """Whether the plan that is followed never evicts a chunk."""
+        return self.on_track and self.plan is not None and (kind, index) not in self.plan.evicted
+
     def done_with(self, chunk: Chunk) -> bool:
         """Whether, as far as is planned, this pass has no more use for a chunk that is not in use now."""
         if self.plan is None or not self.on_track:

@@ -90,7 +90,10 @@ class Session:
         self.executor.on_gradient = self.updates.capture
         self.executor.reclaim = self.updates.taken.reclaim
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
-        self.updates.kept.enabled = backend.kind == "cpu" and self._alone()
+        self.updates.kept.always = backend.kind == "cpu" and self._alone()
+        self.updates.kept.where_planned = (
+            backend.kind == "cpu" and self.updates.in_backward and self.store.near == "device"
+        )
         self.updates.kept.claimed = self._claim
         self.executor.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
@@ -194,7 +197,8 @@ class Session:
             return None
         rates = Rates(Machine.read(self.config.machine))
         updates = update_bytes(self.shape, self.config.resolved_master)
-        captured = () if self.updates.kept.enabled else tuple(self._gradient_bytes())
+        kept = self.updates.kept.always or self.updates.kept.where_planned
+        captured = () if kept else tuple(self._gradient_bytes())
         free, bound = settings.lock_free, self.config.max_staleness
         waits = not settings.prefetch
         return lambda plan: step_seconds(

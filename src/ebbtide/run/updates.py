@@ -108,7 +108,7 @@ class Updates:
             self.squares[member] = self.kernels["device"].capture(self.kept[member], gradient, True)
             self.arrived[member] += 1
             return
-        if self.kept.enabled and not self.take_over and not self.arrived[member]:
+        if not self.arrived[member] and self._stays(place.chunk):
             self._keep(member, gradient)
             return
         chunk = self._gradient_chunk(member)
@@ -127,6 +127,12 @@ class Updates:
             self.arrived[member] += 1
         finally:
             chunk.pins -= 1
+
+    def _stays(self, index: int) -> bool:
+        """Whether a gradient of the chunk is on the device until its update."""
+        if self.take_over:
+            return False
+        return self.kept.always or (self.kept.where_planned and self.executor.stays("grad", index))
 
     def _keep(self, member: int, gradient: torch.Tensor) -> None:
         place = self.data.places[member]
@@ -245,9 +251,10 @@ class Updates:
 
     def finish_backward(self) -> None:
         """In-backward: chunks where some parameter got no gradient still wait for their update."""
-        for index in range(len(self.data.members)):
+        for index, members in enumerate(self.data.members):
             grad = self.store.chunks.get(("grad", index))
-            if self.in_backward and grad is not None and not grad.free and grad.work is None:
+            held = grad is not None and not grad.free and grad.work is None
+            if self.in_backward and (held or any(member in self.kept for member in members)):
                 self._apply_chunk(index)
 
     def _refuse_nonfinite(self, member: int) -> None:
