@@ -163,6 +163,7 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
             seconds.append(time.perf_counter() - start)
         ours.engine.synchronize()
         stats = ours.engine.stats()
+        on_ssd = ours.engine._session.ledger.reserved["ssd"]
     finally:
         ours.close()
     return {
@@ -170,7 +171,8 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
         "moved_bytes": (_moved(stats) - before) // (repeats + 1),
         "device_peak_bytes": stats["peak_bytes"]["device"],
         "host_peak_bytes": stats["peak_bytes"]["host"],
-        "ssd_peak_bytes": stats["peak_bytes"]["ssd"],
+        # What was on SSD before the first plan was made has gone since; what steps send there keeps its place.
+        "ssd_peak_bytes": on_ssd,
     }
 
 

@@ -227,6 +227,10 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
     if setup.settings.ssd_beside_device:
         host = {}
     ssd = {"state": states["ssd"], "param": sum(shape.parameter_bytes[i] for i in plan.host.ssd_parameters)}
+    if setup.settings.ssd_beside_device:
+        sizes = dict(zip(shape.items, shape.sizes, strict=True))
+        for item in plan.evicted:
+            ssd[item[0]] = ssd.get(item[0], 0) + sizes[item]
     return {"device": walked.peak_tags, "host": host, "ssd": ssd}
 
 
