@@ -34,6 +34,7 @@ class Activations:
 
     def __init__(self, store: ChunkStore, which: str, lock: RLock) -> None:
         self.which = which
+        self._store = store
         self.backend, self.ledger, self.traffic = store.backend, store.ledger, store.traffic
         self.offloaded_bytes = 0
         self.surprise = ""
@@ -155,7 +156,7 @@ class Activations:
         if trip is None and self._ssd is not None:
             self._ssd.open(stored.size)  # before the host is full
         for tier, shelf in self._shelves.items():
-            if trip is not None and trip.tier != tier:
+            if not self._may_go(stored, tier):
                 continue
             try:
                 stored.copy = shelf.put(stored.number, stored.flat)
@@ -171,6 +172,16 @@ class Activations:
         self._leaving[stored.number] = reference
         if trip is not None:
             self._returns.setdefault(trip.come, []).append(reference)
+
+    def _may_go(self, stored: Stored, tier: str) -> bool:
+        """As planned. Without a plan model data may still want the host, and activations can go to SSD as well."""
+        if stored.trip is not None:
+            return stored.trip.tier == tier
+        if tier == SSD or self._ssd is None:
+            return True
+        chunks = [c for c in self._store.chunks.values() if c.kind in ("param", "grad")]
+        needed = sum(self._store.room_needed(chunk, HOST) for chunk in chunks)
+        return self.ledger.room(HOST) >= stored.size + needed
 
     # -- moments --------------------------------------------------------------------------------------
 
