@@ -155,11 +155,10 @@ class SsdShelf:
     def plan(self, plan: Away | None) -> None:
         """What another plan had sent here gives its room back."""
         wanted = {} if plan is None else {t.number: t.bytes for t in plan.on_ssd}
-        if wanted == self._wanted:
-            return
-        self._wanted = wanted
-        for number in [n for n, extents in self._places.items() if _bytes(extents) != wanted.get(n)]:
-            self._free(self._places.pop(number))
+        if wanted != self._wanted:
+            self._wanted = wanted
+            for number in [n for n, extents in self._places.items() if _bytes(extents) != wanted.get(n)]:
+                self._free(self._places.pop(number))
         if not self._used and (not wanted or self._slot_for(wanted) != self._slot):
             self._close_passage()
 
