@@ -78,7 +78,7 @@ class Engine:
         self.module = module
         self.steps = 0
         tiers = tiers or shared_tiers(config)
-        refuse_nowhere(config, tiers.ledger.budgets["host"])
+        refuse_nowhere(config, tiers.ledger.budgets)
         self._tiers = tiers
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}

@@ -56,8 +56,14 @@ class Backend(Protocol):
     def trim(self, most: int) -> None:
         """Other memory is about to be taken: keeps at most `most` free bytes for reuse, where that takes RAM."""
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> Event:
-        """Starts a copy over `link` (host_to_device or device_to_host)."""
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, link: str, after: Event | None = None
+    ) -> Event:
+        """Starts a copy over `link` (host_to_device or device_to_host). With `after` (a mark) it waits for what came
+        before that, and not for what the compute stream was given since: some start late, on other threads."""
+
+    def mark(self) -> Event:
+        """The end of everything that the compute stream was given so far."""
 
     def aliases(self, memory: torch.Tensor) -> int:
         """How many tensors share the memory's storage: more than we made means that somebody still uses it."""

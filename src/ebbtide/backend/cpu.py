@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from ebbtide.backend.base import Event
 from ebbtide.backend.slabs import Slabs
 from ebbtide.kernels import cpu_kernels
 
@@ -44,6 +45,11 @@ class CopyEvent:
     def set(self, error: BaseException | None) -> None:
         self._error = error
         self._flag.set()
+
+
+OVER = CopyEvent()
+"""What the CPU was given to compute is over when it returns."""
+OVER.set(None)
 
 
 class Stream:
@@ -118,7 +124,12 @@ class CpuBackend:
         with self._lock:
             self._slabs.trim(most)
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> CopyEvent:
+    def mark(self) -> CopyEvent:
+        return OVER
+
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, link: str, after: Event | None = None
+    ) -> CopyEvent:
         return self._streams[link].submit(partial(self._copy, destination, source, link))
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> None:

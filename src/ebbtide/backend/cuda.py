@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from ebbtide.backend.base import Event
 from ebbtide.backend.slabs import Slabs, map_memory
 from ebbtide.errors import BudgetError
 from ebbtide.units import format_size, round_up
@@ -30,6 +31,10 @@ class StreamEvent:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What the stream is given from now on waits."""
+        stream.wait_event(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -122,9 +127,19 @@ class CudaBackend:
     def trim(self, most: int) -> None:
         """The caching allocator serves chunks and activations alike, and registered host memory stays."""
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str) -> StreamEvent:
+    def mark(self) -> StreamEvent:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return StreamEvent(event)
+
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, link: str, after: Event | None = None
+    ) -> StreamEvent:
         stream = self._streams[link]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if isinstance(after, StreamEvent):
+            after.hold(stream)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)

@@ -143,7 +143,7 @@ class ChunkStore:
                 assert self.ssd_space is not None, "there is no SSD tier"
                 kinds = self.stored_with(chunk)
                 needed = self.ssd_space.needed(chunk.kind, chunk.index, chunk.size, kinds)
-                self._clear_ssd(needed)
+                self.clear_ssd(needed)
                 chunk.ssd = self.ssd_space.acquire(chunk.kind, chunk.index, chunk.size, kinds)
         elif chunk.device is None:
             self.ledger.reserve("device", chunk.kind, chunk.nbytes)
@@ -154,7 +154,7 @@ class ChunkStore:
                 raise
             chunk.aliases = self.backend.aliases(chunk.device)
 
-    def _clear_ssd(self, needed: int) -> None:
+    def clear_ssd(self, needed: int) -> None:
         """Copies on SSD that are stale, or not the only ones, keep their places until others want them."""
         for valid in (False, True):
             for chunk in self.chunks.values():

@@ -3,18 +3,23 @@
 A storage can be gone once nothing but backward wants it, until the first moment that wants it back. Copies take
 time: each has the time in which the computation, at the speed of any device, hides it, as long as what is kept
 longer for that does not raise the water by more than a share of what it has fallen. Where memory is short of
-that, nothing is kept longer; where the host is short, less leaves.
+that, nothing is kept longer.
+
+What the host has no room for goes to SSD: what is away longest, for it has the most time. A plan that needs SSD for that
+is held against those that send less away, so that RAM which is free is used first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ebbtide.plan.offload import NEAR
+from ebbtide.plan.stage import BLOCK, passage_bytes
 from ebbtide.record import Moment, Record, Saved
+from ebbtide.units import round_up
 
 OFF, CHECKPOINTS, ALL = "off", "checkpoints", "all"
 SPENT = 1 / 8
@@ -23,6 +28,13 @@ BYTES_HIDE, FLOPS_HIDE = 64, 64 * 200
 """Bytes of device memory, and operations, that a device gets through while one byte crosses its link."""
 LINK = 20e9
 """Bytes a second over a link, where a record has times only."""
+SLOWER = 8
+"""A disk than a link."""
+BYTES_PASS, FLOPS_PASS = 20, 100
+"""Bytes of memory, and operations, that a CPU gets through while one byte comes from a disk or goes there."""
+DISK = 1e9
+"""Bytes a second of a disk beside a CPU, where a record has times only."""
+HOST, SSD = "host", "ssd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,17 @@ class Trip:
     bytes: int
     gone: int
     come: int
+    tier: str = HOST
+
+
+@dataclass(frozen=True)
+class Room:
+    """What activations may take."""
+
+    host: int
+    ssd: int = 0
+    beside: bool = False
+    """The device is RAM and SSD is next to it: there is neither a link nor a host."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +63,59 @@ class Away:
     sizes: tuple[int, ...]
     """By number, what the record saw saved."""
     trips: Mapping[int, Trip] = field(default_factory=dict)
+    beside: bool = False
+    """See `Room`."""
 
     @property
     def bytes(self) -> int:
-        """On the host at the end of forward, and over the link in each direction."""
+        """Away at the end of forward."""
         return sum(trip.bytes for trip in self.trips.values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Of those, on the host."""
+        return sum(trip.bytes for trip in self.trips.values() if trip.tier == HOST)
 
-def choices(record: Record, which: str, host: int) -> Iterator[tuple[Record, Away]]:
-    """Ways to send activations away, the preferred first: what is left of the record, and what leaves. `host`:
-    bytes that they may take there."""
-    for share, spent in ((1.0, SPENT), (1.0, 0.0), (0.75, 0.0), (0.5, 0.0), (0.25, 0.0), (0.0, 0.0)):
-        left, away = send_away(record, which, share, spent)
-        if away.bytes <= host:
-            yield left, away
+    @property
+    def on_ssd(self) -> tuple[Trip, ...]:
+        return tuple(trip for trip in self.trips.values() if trip.tier == SSD)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Written and read in each pass."""
+        return sum(trip.bytes for trip in self.on_ssd)
+
+    @property
+    def stored_bytes(self) -> int:
+        """On SSD, in blocks."""
+        return sum(round_up(trip.bytes, BLOCK) for trip in self.on_ssd)
+
+    @property
+    def staging(self) -> int:
+        """Bytes of buffers on the host through which trips to SSD pass."""
+        largest = max((trip.bytes for trip in self.on_ssd), default=0)
+        return 0 if self.beside else passage_bytes(largest)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes over all links in a pass."""
+        return 2 * (self.ssd_bytes + (0 if self.beside else self.bytes))
 
 
-def send_away(record: Record, which: str, share: float = 1.0, spent: float = SPENT) -> tuple[Record, Away]:
-    """What is left of the record, and what leaves: `share` of the bytes that could."""
+def send_away(
+    record: Record, which: str, share: float = 1.0, spent: float = SPENT, room: Room | None = None
+) -> tuple[Record, Away]:
+    """What is left of the record, and what leaves: `share` of the bytes that could. Without `room`, for the host."""
     peaks = [moment.peak for moment in record.moments]
     trips = _chosen(record, which, share)
+    beside = room is not None and room.beside
+    if room is not None:
+        trips = _spread(trips, room)
     for trip in trips:
         _raise(peaks, trip.gone, trip.come, -trip.bytes)
     lowest = max(peaks, default=0)
-    tides = _Tides(record.moments, peaks, lowest + int(spent * (record.peak - lowest)))
+    ceiling = lowest + int(spent * (record.peak - lowest))
+    tides = _Tides(record.moments, peaks, ceiling, beside)
     trips = tides.come_earlier(tides.go_later(trips, record.saved))
     alive = [moment.alive for moment in record.moments]
     for trip in trips:
@@ -72,7 +124,24 @@ def send_away(record: Record, which: str, share: float = 1.0, spent: float = SPE
         replace(m, peak=peak, alive=left) for m, peak, left in zip(record.moments, peaks, alive, strict=True)
     )
     sizes = tuple(saved.bytes for saved in record.saved)
-    return replace(record, moments=moments), Away(sizes, {trip.number: trip for trip in trips})
+    away = Away(sizes, {trip.number: trip for trip in sorted(trips, key=lambda t: t.number)}, beside)
+    return replace(record, moments=moments), away
+
+
+def _spread(trips: list[Trip], room: Room) -> list[Trip]:
+    """What the host has no room for goes to SSD, where there is one: what is away longest."""
+    left = sum(trip.bytes for trip in trips)
+    if not room.ssd or left <= room.host:
+        return trips
+    made = list(trips)
+    largest = 0
+    for place in sorted(range(len(trips)), key=lambda i: trips[i].gone - trips[i].come):
+        if left + passage_bytes(largest) <= room.host:
+            break
+        made[place] = replace(trips[place], tier=SSD)
+        left -= trips[place].bytes
+        largest = max(largest, trips[place].bytes) if not room.beside else 0
+    return made
 
 
 def _raise(levels: list[int], first: int, end: int, count: int) -> None:
@@ -102,19 +171,30 @@ class _Tides:
     """Peaks by moment under trips, and how far a trip may be shortened without passing `ceiling`: what need not be away
     at all stays."""
 
-    def __init__(self, moments: tuple[Moment, ...], peaks: list[int], ceiling: int) -> None:
+    def __init__(self, moments: tuple[Moment, ...], peaks: list[int], ceiling: int, beside: bool) -> None:
         self.peaks, self.ceiling = peaks, ceiling
         seen = any(moment.work for moment in moments)
-        self.hidden = [0.0, *accumulate(_hides(moment, seen) for moment in moments)]
-        """Bytes that cross a link by the start of each moment."""
+        pace = (BYTES_PASS, FLOPS_PASS, DISK) if beside else (BYTES_HIDE, FLOPS_HIDE, LINK)
+        first = [0.0, *accumulate(_hides(moment, seen, *pace) for moment in moments)]
+        slower = first if beside else [count / SLOWER for count in first]
+        self.hidden = {HOST: first, SSD: slower}
+        """Bytes that go to a tier by the start of each moment."""
+        self.beside = beside
+
+    def _ways(self, tier: str) -> tuple[str, ...]:
+        """What a trip takes time of: to SSD it passes over the link, too."""
+        return (tier,) if tier == HOST or self.beside else (HOST, SSD)
 
     def go_later(self, trips: list[Trip], saved: tuple[Saved, ...]) -> list[Trip]:
         """Each stays until its copy is done, one after the other."""
-        done = 0.0
+        done = dict.fromkeys(self.hidden, 0.0)
         made = []
         for trip in trips:
-            done = max(done, self.hidden[saved[trip.number].first + 1]) + trip.bytes
-            wanted = min(bisect_left(self.hidden, done), trip.come)
+            wanted = trip.gone
+            for way in self._ways(trip.tier):
+                hidden = self.hidden[way]
+                done[way] = max(done[way], hidden[saved[trip.number].first + 1]) + trip.bytes
+                wanted = max(wanted, min(bisect_left(hidden, done[way]), trip.come))
             gone = trip.gone
             while gone < wanted and self._fits(gone, trip.bytes):
                 gone += 1
@@ -124,11 +204,14 @@ class _Tides:
 
     def come_earlier(self, trips: list[Trip]) -> list[Trip]:
         """Each starts on its way back in time, one after the other."""
-        start = float("inf")
+        start = dict.fromkeys(self.hidden, float("inf"))
         made = []
         for trip in sorted(trips, key=lambda trip: (-trip.come, trip.number)):
-            start = min(start, self.hidden[trip.come]) - trip.bytes
-            wanted = max(bisect_right(self.hidden, start) - 1, trip.gone)
+            wanted = trip.come
+            for way in self._ways(trip.tier):
+                hidden = self.hidden[way]
+                start[way] = min(start[way], hidden[trip.come]) - trip.bytes
+                wanted = min(wanted, max(bisect_right(hidden, start[way]) - 1, trip.gone))
             come = trip.come
             while come > wanted and self._fits(come - 1, trip.bytes):
                 come -= 1
@@ -143,8 +226,8 @@ class _Tides:
         return True
 
 
-def _hides(moment: Moment, seen: bool) -> float:
+def _hides(moment: Moment, seen: bool, memory: float, operations: float, rate: float) -> float:
     """Bytes that cross a link while the moment is computed: by its operators, where they were seen."""
     if not seen:
-        return moment.host_seconds * LINK
-    return sum(max(work.bytes / BYTES_HIDE, work.flops / FLOPS_HIDE) for work in moment.work)
+        return moment.host_seconds * rate
+    return sum(max(work.bytes / memory, work.flops / operations) for work in moment.work)

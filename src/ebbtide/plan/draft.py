@@ -39,7 +39,7 @@ class Plan:
     @property
     def traffic(self) -> int:
         """Bytes over all links in one iteration; what SSD streams is read and written, activations go and come."""
-        activations = 2 * self.away.bytes * self.accumulate if self.away is not None else 0
+        activations = self.away.traffic * self.accumulate if self.away is not None else 0
         return self.residency.traffic + 2 * self.host.ssd_bytes + activations
 
     @cached_property

@@ -1,12 +1,15 @@
-"""What updates beside the computation keep for themselves on the tier where they run.
+"""What work beside the computation keeps for itself on the tier next to SSD.
 
 Optimizer state streams from and to SSD in pieces, through a few buffers. Lock-free updates also keep gradients that no
-update has consumed yet, and new values that the computation has not taken over yet.
+update has consumed yet, and new values that the computation has not taken over yet. Activations pass between a GPU and
+SSD through buffers of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+
+from ebbtide.units import round_up
 
 BLOCK = 4096
 """Bytes that disks want requests to be multiples of."""
@@ -40,6 +43,22 @@ def slot_bytes(states: Iterable[int], piece: int) -> int:
 def stage_bytes(states: Iterable[int], piece: int) -> int:
     """Bytes of all buffers, for chunks with `states` bytes of state each on SSD."""
     return SLOTS * slot_bytes(states, piece)
+
+
+PASSAGE = 8 << 20
+"""Bytes of an activation that go to SSD, or come from there, at once."""
+PASSING = 3
+"""Buffers in each direction, where the device is not RAM: one is filled, one emptied, one waits."""
+
+
+def passage_slot(largest: int) -> int:
+    """Bytes of a buffer, for activations of at most `largest` bytes; small beside them."""
+    return min(PASSAGE, round_up(max(largest // 4, SMALLEST), BLOCK)) if largest else 0
+
+
+def passage_bytes(largest: int) -> int:
+    """Bytes of all buffers between the device and SSD."""
+    return 2 * PASSING * passage_slot(largest)
 
 
 AHEAD = 2

@@ -1,13 +1,10 @@
-"""Saved activations leave for the host after forward and come back before backward needs them.
+"""Saved activations leave the device after forward and come back before backward needs them.
 
-A storage that forward saves is copied as soon as it is saved, beside the computation. It is gone at the moment
-that the plan names, once the copy is done and nobody else holds it, and is on its way back from the moment that the
-plan names. Both are the starts of moments, so what is on the device in between is exactly what the plan says.
-Without a plan, or where execution has left it, all that may leave does, and comes back when backward asks for it.
-
-Note [one copy, many views]: autograd saves tensors, and many of them share a storage. Each gets a handle of its own
-that knows shape, strides and version; the storage behind them is copied once, and is given up when the last
-handle goes. That can happen in any thread, so a storage that dies only leaves a note, which the next moment reads.
+A storage that forward saves is copied as soon as it is saved, beside the computation, to the host or to SSD. It is
+gone at the moment that the plan names, once the copy is done and nobody else holds it, and is on its way back from the
+moment that the plan names. Both are the starts of moments, so what is on the device in between is exactly what the
+plan says. Without a plan, or where execution has left it, all that may leave does, and comes back when backward asks
+for it.
 """
 
 from __future__ import annotations
@@ -21,92 +18,15 @@ from threading import RLock
 
 import torch
 
-from ebbtide.backend.base import Event
-from ebbtide.errors import BudgetError, IntegrityError, StateError
+from ebbtide.backend.base import Event, wait_for_all
+from ebbtide.errors import BudgetError, StateError
 from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunks import ChunkStore
-from ebbtide.plan.activations import ALL, Away, Trip
+from ebbtide.plan.activations import ALL, HOST, SSD, Away
+from ebbtide.run.shelves import HostShelf, Shelf, SsdShelf
+from ebbtide.run.stored import Handle, Remains, Stored
 from ebbtide.tracing.live import Recorder
-from ebbtide.tracing.saved import is_checkpoint_input, movable, others
-
-TAG = "activations"
-Remains = tuple[torch.Tensor, Event | None, Event | None, torch.Tensor | None, Recorder | None]
-
-
-class Stored:
-    """A storage that was saved for backward: on the device (`flat`), on the host, or both.
-
-    `out` and `back` are the copies' events; `away` says that the device's copy has gone.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "away",
-        "back",
-        "dead",
-        "flat",
-        "host",
-        "key",
-        "number",
-        "out",
-        "recorder",
-        "size",
-        "trip",
-        "version",
-    )
-
-    def __init__(
-        self, storage: torch.UntypedStorage, number: int, version: int, dead: deque[Remains]
-    ) -> None:
-        self.key = storage._cdata
-        self.size = storage.nbytes()
-        self.number = number
-        self.version = version
-        self.flat: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-            storage
-        )
-        self.host: torch.Tensor | None = None
-        self.out: Event | None = None
-        self.back: Event | None = None
-        self.trip: Trip | None = None
-        self.away = False
-        self.recorder: Recorder | None = None
-        self.dead = dead
-
-    @property
-    def shared(self) -> bool:
-        """Others than backward still want it."""
-        return others(self.key, 1)
-
-    def remains(self) -> Remains:
-        """What must be given back once copies under way are over; what is still being written stays until then."""
-        assert self.host is not None
-        flat = self.flat if self.back is not None else None
-        return self.host, self.out, self.back, flat, self.recorder if self.away else None
-
-    def __del__(self) -> None:
-        if self.host is not None:
-            self.dead.append(self.remains())
-
-
-class Handle(Kept):
-    """A saved tensor, as a view of a storage that may be elsewhere."""
-
-    __slots__ = ("_activations", "_dtype", "_offset", "_shape", "_stored", "_stride")
-
-    def __init__(self, tensor: torch.Tensor, stored: Stored, activations: Activations) -> None:
-        super().__init__(tensor)
-        # Without its memory it still shares the version.
-        self._tensor.data = activations.empty(tensor.dtype)
-        self._activations, self._stored = activations, stored
-        self._dtype, self._shape = tensor.dtype, tuple(tensor.shape)
-        self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
-
-    def get(self) -> torch.Tensor:
-        self.refuse_modified(self._shape)
-        flat = self._activations.bring(self._stored)
-        view = torch.empty(0, dtype=self._dtype, device=flat.device)
-        return view.set_(flat.untyped_storage(), self._offset, self._shape, self._stride)
+from ebbtide.tracing.saved import is_checkpoint_input, movable
 
 
 class Activations:
@@ -114,6 +34,7 @@ class Activations:
 
     def __init__(self, store: ChunkStore, which: str, lock: RLock) -> None:
         self.which = which
+        self._store = store
         self.backend, self.ledger, self.traffic = store.backend, store.ledger, store.traffic
         self.offloaded_bytes = 0
         self.surprise = ""
@@ -125,8 +46,6 @@ class Activations:
         self._lock = lock
         self._plan: Away | None = None
         self._recorder: Recorder | None = None
-        self._quota = 0
-        """Bytes that are reserved on the host for what the plan will send."""
         self._count = 0
         self._known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._all: weakref.WeakSet[Stored] = weakref.WeakSet()
@@ -135,7 +54,14 @@ class Activations:
         self._held: dict[int, weakref.ref[Stored]] = {}
         """By others, too; watched where the pass is recorded."""
         self._dead: deque[Remains] = deque()
-        self._host_bytes = 0
+        self._shelves: dict[str, Shelf] = {}
+        """By tier, those with room free first."""
+        clear = weakref.WeakMethod(self._make_room)  # what nobody holds must go at once
+        if store.near == "host":
+            self._shelves[HOST] = HostShelf(store, clear)
+        self._ssd = SsdShelf(store, clear) if store.ssd_space is not None else None
+        if self._ssd is not None:
+            self._shelves[SSD] = self._ssd
         self._empties: dict[torch.dtype, torch.Tensor] = {}
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
@@ -146,14 +72,18 @@ class Activations:
     # -- passes ---------------------------------------------------------------------------------------
 
     def begin(self, plan: Away | None, recorder: Recorder | None) -> None:
-        """A pass starts; the host's room for what the plan sends is reserved, as far as it is there by now."""
+        """A pass starts; the room for what the plan sends is reserved, as far as it is there by now."""
         self.finish()
-        if plan is not None:
-            self._make_room(plan.bytes)
-            self._quota = min(plan.bytes, max(0, self.ledger.room("host")))
-            self.ledger.reserve("host", TAG, self._quota)
+        for shelf in reversed(self._shelves.values()):  # what passes to SSD is little, and needs its room
+            shelf.prepare(plan)
         self._plan, self._recorder, self.surprise = plan, recorder, ""
         self._count = 0
+
+    def foresee(self, plan: Away | None) -> None:
+        """Passes will have this plan: what only the last one wanted gives its room back before others look for some."""
+        self.drain()
+        if self._ssd is not None:
+            self._ssd.plan(plan)
 
     def leave_plan(self) -> None:
         """Execution is not what was planned: from now on all leaves when it can and comes back when it is asked for."""
@@ -168,8 +98,8 @@ class Activations:
         self._leaving.clear()
         self._held.clear()
         self._known = weakref.WeakValueDictionary()
-        self.ledger.release("host", TAG, self._quota)
-        self._quota = 0
+        for shelf in self._shelves.values():
+            shelf.end()
         self.drain()
 
     def close(self) -> None:
@@ -177,10 +107,12 @@ class Activations:
         with self._lock:
             self.finish()
             for stored in list(self._all):
-                if stored.host is not None:
+                if stored.copy is not None:
                     self._dead.append(stored.remains())
-                    stored.host = stored.flat = None
+                    stored.copy = stored.flat = None
             self.drain(wait=True)
+            for shelf in self._shelves.values():
+                shelf.close()
 
     def __del__(self) -> None:
         # Nobody holds the engine any more, nor a graph of its. When Python ends, nobody would end a copy either.
@@ -218,27 +150,38 @@ class Activations:
         return stored
 
     def _send(self, stored: Stored) -> None:
-        """Starts the copy to the host."""
-        if stored.size <= self._quota:
-            self._quota -= stored.size
-        else:
-            try:
-                self._make_room(stored.size)
-                self.ledger.reserve("host", TAG, stored.size)
-            except BudgetError:
-                if stored.trip is not None:
-                    raise
-                return  # nobody has promised that it leaves
+        """Starts the copy to where the plan wants it; without a plan, to where there is room."""
         assert stored.flat is not None
-        self._host_bytes += stored.size
-        stored.host = self.backend.allocate("host", stored.size)
-        stored.out = self.backend.copy(stored.host, stored.flat, "device_to_host")
-        self.traffic.moved["device_to_host"] += stored.size
+        trip = stored.trip
+        if trip is None and self._ssd is not None:
+            self._ssd.open(stored.size)  # before the host is full
+        for tier, shelf in self._shelves.items():
+            if not self._may_go(stored, tier):
+                continue
+            try:
+                stored.copy = shelf.put(stored.number, stored.flat)
+            except BudgetError:
+                if trip is not None:
+                    raise
+                continue  # nobody has promised that it leaves
+            break
+        if stored.copy is None:
+            return
         self.offloaded_bytes += stored.size
         reference = weakref.ref(stored)
         self._leaving[stored.number] = reference
+        if trip is not None:
+            self._returns.setdefault(trip.come, []).append(reference)
+
+    def _may_go(self, stored: Stored, tier: str) -> bool:
+        """As planned. Without a plan model data may still want the host, and activations can go to SSD as well."""
         if stored.trip is not None:
-            self._returns.setdefault(stored.trip.come, []).append(reference)
+            return stored.trip.tier == tier
+        if tier == SSD or self._ssd is None:
+            return True
+        chunks = [c for c in self._store.chunks.values() if c.kind in ("param", "grad")]
+        needed = sum(self._store.room_needed(chunk, HOST) for chunk in chunks)
+        return self.ledger.room(HOST) >= stored.size + needed
 
     # -- moments --------------------------------------------------------------------------------------
 
@@ -254,7 +197,7 @@ class Activations:
                     self._recorder.alone(number)
         if self._plan is None:
             for stored in self._home():
-                if not stored.shared and stored.out is not None and stored.out.done():
+                if stored.copied and not stored.shared:
                     self._leave(stored)
 
     def _home(self) -> list[Stored]:
@@ -284,16 +227,17 @@ class Activations:
                 continue
             if trip.come <= place:
                 del self._leaving[stored.number]  # it was late until it was wanted back
-            elif stored.shared or not (wait or (stored.out is not None and stored.out.done())):
+                stored.stay()
+            elif stored.shared or not (wait or stored.copied):
                 self.late += stored.size
             else:
                 self._leave(stored)
 
     def _leave(self, stored: Stored) -> None:
-        """The device's copy goes. Where the copy to the host has failed, it stays and that is raised."""
+        """The device's copy goes. Where the other one has failed, it stays and that is raised."""
         del self._leaving[stored.number]
-        assert stored.out is not None
-        self._wait(stored.out, "device_to_host")
+        assert stored.copy is not None
+        self._wait(stored.copy.out, stored.copy.shelf.links[0])
         self._known.pop(stored.key, None)  # the address will be another storage's
         self._held.pop(stored.number, None)
         stored.flat = None
@@ -310,15 +254,14 @@ class Activations:
                 self._start_back(stored)
 
     def _start_back(self, stored: Stored) -> None:
-        if not stored.away or stored.host is None:
+        if not stored.away or stored.copy is None:
             return
         # It was waited for when it left, and copies start after what is waited for.
         if stored.recorder is not None:
             stored.recorder.shift(-stored.size)
         stored.away = False
         stored.flat = torch.empty(stored.size, dtype=torch.uint8, device=self.backend.device)
-        stored.back = self.backend.copy(stored.flat, stored.host, "host_to_device")
-        self.traffic.moved["host_to_device"] += stored.size
+        stored.back = stored.copy.back(stored.flat)
 
     def bring(self, stored: Stored) -> torch.Tensor:
         """Backward wants it now: its bytes on the device."""
@@ -327,11 +270,12 @@ class Activations:
                 stored.recorder.wanted(stored.number)
             self._held.pop(stored.number, None)
             self._leaving.pop(stored.number, None)
+            stored.stay()
             self._start_back(stored)
             back, stored.back = stored.back, None
-            if back is not None:
+            if back is not None and stored.copy is not None:
                 try:
-                    self._wait(back, "host_to_device")
+                    self._wait(back, stored.copy.shelf.links[1])
                 except BaseException:
                     self._give_up_return(stored)
                     raise
@@ -342,7 +286,7 @@ class Activations:
             return stored.flat
 
     def _give_up_return(self, stored: Stored) -> None:
-        """The copy back has failed; the host's is still good."""
+        """The copy back has failed; the other one is as good as it was."""
         stored.flat = None
         stored.away = True
         if stored.recorder is not None:
@@ -356,21 +300,18 @@ class Activations:
     # -- books ----------------------------------------------------------------------------------------
 
     def drain(self, wait: bool = False) -> None:
-        """Gives back what storages that have died had on the host, once no copy reads or writes it any more."""
+        """Gives back what storages that have died had elsewhere, once no copy reads or writes it any more."""
         for _ in range(len(self._dead)):
             remains = self._dead.popleft()
-            host, out, back, _, recorder = remains
-            if wait:
-                _quietly(out)
-                _quietly(back)
-            elif not all(event is None or event.done() for event in (out, back)):
+            if not wait and remains.events and not remains.soon:
                 self._dead.append(remains)
                 continue
-            if recorder is not None:
-                recorder.shift(-host.numel())
-            self._host_bytes -= host.numel()
-            self.backend.free("host", host)
-            self.ledger.release("host", TAG, host.numel())
+            failed = wait_for_all(remains.events)  # nobody wants what was copied; it only has to be over
+            if remains.recorder is not None:
+                remains.recorder.shift(-remains.copy.nbytes)
+            remains.copy.give_back()
+            if failed is not None and not isinstance(failed, Exception):
+                raise failed
 
     def _make_room(self, count: int) -> None:
         """On the host, where there is too little for the ledger to grant it."""
@@ -381,18 +322,8 @@ class Activations:
                 spare(count)
 
     def check(self) -> None:
-        """Raises unless what is on the host is what is reserved there."""
+        """Raises unless what is elsewhere is what is reserved there."""
         with self._lock:
             self.drain(wait=True)
-            held, reserved = self._host_bytes + self._quota, self.ledger.tags["host"][TAG]
-            if held > reserved:  # other engines may reserve under the same tag
-                raise IntegrityError(f"activations hold {held} bytes of host memory, reserved are {reserved}")
-
-
-def _quietly(event: Event | None) -> None:
-    """Nobody wants what was copied any more; it only has to be over."""
-    try:
-        if event is not None:
-            event.synchronize()
-    except Exception:  # a copy that failed is over, too
-        return
+            for shelf in self._shelves.values():
+                shelf.check()

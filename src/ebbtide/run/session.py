@@ -490,6 +490,8 @@ class Session:
             self.lock_free.open([])
         self.executor.updater.flush()
         self.executor.plan = None
+        if self.executor.activations is not None:
+            self.executor.activations.foresee(plan.away)
         restaged = any("ssd" in (homes[i], plan.homes[i]) for i in moving)
         if restaged:
             self.streaming.close()
@@ -571,7 +573,7 @@ class Session:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Activations that were sent to the host so far."""
+        """Activations that were sent to the host or to SSD so far."""
         return self.executor.activations.offloaded_bytes if self.executor.activations is not None else 0
 
     def check_integrity(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -144,13 +144,13 @@ def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
         )
 
 
-def refuse_nowhere(config: Config, host: int) -> None:
+def refuse_nowhere(config: Config, budgets: Mapping[str, int]) -> None:
     """Activations can leave the device only where there is somewhere to go."""
-    if config.offload_activations != "off" and host == 0:
+    if config.offload_activations != "off" and not budgets["host"] and not budgets["ssd"]:
         raise ConfigError(
-            f"offload_activations: {config.offload_activations!r} sends activations to the host, which has no memory "
-            "here; set host.memory (on a CPU device.memory, too, for without it there is one tier), or "
-            "offload_activations to 'off'"
+            f"offload_activations: {config.offload_activations!r} sends activations to the host or to SSD, but neither "
+            "has memory here; set host.memory (on a CPU device.memory, too, for without it there is one tier) or "
+            "ssd.memory and ssd.folder, or offload_activations to 'off'"
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ebbtide.errors import BudgetError
-from ebbtide.plan.activations import OFF, choices
+from ebbtide.plan.activations import OFF
+from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.bound import least_traffic
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.place import Cost, make_plan
@@ -63,16 +63,7 @@ class Traces:
     def _make(self, record: Record) -> Plan:
         if self.offload == OFF:
             return make_plan(self.shape, record, self.settings, self.cost)
-        refusal: BudgetError | None = None
-        for left, away in choices(record, self.offload, self.settings.host):
-            settings = replace(self.settings, host=self.settings.host - away.bytes)
-            try:
-                return replace(make_plan(self.shape, left, settings, self.cost), away=away)
-            except BudgetError as error:
-                if refusal is None or error.short < refusal.short:
-                    refusal = error
-        assert refusal is not None  # nothing leaving is the last choice, and needs no room
-        raise refusal
+        return plan_afloat(self.shape, record, self.settings, self.offload, self.cost)
 
     def highest(self) -> int:
         """The highest tide that any known kind of input has."""

@@ -1,0 +1,134 @@
+"""A storage that forward saved for backward, and the saved tensors that are views of it.
+
+Note [one copy, many views]: autograd saves tensors, and many of them share a storage. Each gets a handle of its own
+that knows shape, strides and version; the storage behind them is copied once, and is given up when the last
+handle goes. That can happen in any thread, so a storage that dies only leaves a note, which the next moment reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ebbtide.backend.base import Event
+from ebbtide.intercept.kept import Kept
+from ebbtide.memory.passage import Crossing
+from ebbtide.plan.activations import Trip
+from ebbtide.run.shelves import Shelved
+from ebbtide.tracing.live import Recorder
+from ebbtide.tracing.saved import others
+
+
+class Remains(NamedTuple):
+    """What must be given back once copies under way are over; what they read and write stays until then."""
+
+    copy: Shelved
+    back: Event | None
+    flat: torch.Tensor | None
+    recorder: Recorder | None
+    """That counts it as away."""
+
+    @property
+    def events(self) -> list[Event]:
+        """Those that are not over."""
+        return [one for one in (self.copy.out, self.back) if one is not None and not one.done()]
+
+    @property
+    def soon(self) -> bool:
+        """What goes to SSD or comes from there was cancelled: it is as good as over, and keeps the device's memory."""
+        return any(isinstance(one, Crossing) for one in self.events)
+
+
+class Stored:
+    """A storage that was saved for backward: on the device (`flat`), elsewhere (`copy`), or both.
+
+    `back` is the event of the copy back; `away` says that the device's copy has gone.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "away",
+        "back",
+        "copy",
+        "dead",
+        "flat",
+        "key",
+        "number",
+        "recorder",
+        "size",
+        "trip",
+        "version",
+    )
+
+    def __init__(
+        self, storage: torch.UntypedStorage, number: int, version: int, dead: deque[Remains]
+    ) -> None:
+        self.key = storage._cdata
+        self.size = storage.nbytes()
+        self.number = number
+        self.version = version
+        self.flat: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage
+        )
+        self.copy: Shelved | None = None
+        self.back: Event | None = None
+        self.trip: Trip | None = None
+        self.away = False
+        self.recorder: Recorder | None = None
+        self.dead = dead
+
+    @property
+    def shared(self) -> bool:
+        """Others than backward still want it."""
+        return others(self.key, 1)
+
+    def stay(self) -> None:
+        """It is wanted on the device: a copy that is not done is not needed."""
+        if self.copy is not None and not self.copied and isinstance(self.copy.out, Crossing):
+            self.copy.out.cancel()
+
+    @property
+    def copied(self) -> bool:
+        return self.copy is not None and self.copy.out.done()
+
+    def remains(self) -> Remains:
+        assert self.copy is not None
+        crossings = [one for one in (self.copy.out, self.back) if isinstance(one, Crossing)]
+        for one in crossings:
+            one.cancel()
+        # A copy to the host keeps what it reads itself.
+        busy = self.back is not None or not all(one.done() for one in crossings)
+        flat = self.flat if busy else None
+        return Remains(self.copy, self.back, flat, self.recorder if self.away else None)
+
+    def __del__(self) -> None:
+        if self.copy is not None:
+            self.dead.append(self.remains())
+
+
+class Brings(Protocol):
+    def empty(self, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def bring(self, stored: Stored) -> torch.Tensor: ...
+
+
+class Handle(Kept):
+    """A saved tensor, as a view of a storage that may be elsewhere."""
+
+    __slots__ = ("_activations", "_dtype", "_offset", "_shape", "_stored", "_stride")
+
+    def __init__(self, tensor: torch.Tensor, stored: Stored, activations: Brings) -> None:
+        super().__init__(tensor)
+        # Without its memory it still shares the version.
+        self._tensor.data = activations.empty(tensor.dtype)
+        self._activations, self._stored = activations, stored
+        self._dtype, self._shape = tensor.dtype, tuple(tensor.shape)
+        self._stride, self._offset = tensor.stride(), int(tensor.storage_offset())
+
+    def get(self) -> torch.Tensor:
+        self.refuse_modified(self._shape)
+        flat = self._activations.bring(self._stored)
+        view = torch.empty(0, dtype=self._dtype, device=flat.device)
+        return view.set_(flat.untyped_storage(), self._offset, self._shape, self._stride)
