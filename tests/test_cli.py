@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+import ebbtide
 from ebbtide.cli.app import app, run
 
 TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
@@ -215,7 +216,13 @@ def test_a_person_gets_tables(train: Command, small: str) -> None:
     assert "weights_sha256" in out and "step 2/2" in err
 
 
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out == f"ebbtide {ebbtide.__version__}\n"
+
+
 BAD = {
+    "folder that cannot be made": (["--out", "{text}/out"], ["--out", "text.txt", "cannot be written"]),
     "unknown flag": (["--stpes", "3"], ["--stpes", "did you mean '--steps'?"]),
     "not a number": (["--steps", "many"], ["--steps", "'many'"]),
     "unknown preset": (["--model", "gpt-tiny"], ["'gpt-tiny'", "did you mean 'gpt2-tiny'?"]),

@@ -10,11 +10,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
+from ebbtide import __version__
 from ebbtide.cli.bench import bench
 from ebbtide.cli.demo import demo
 from ebbtide.cli.doctor import doctor
@@ -30,6 +31,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ebbtide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version, and end."),
+    ] = False,
+) -> None:
+    pass
+
+
 app.command()(train)
 app.command()(plan)
 app.add_typer(bench, name="bench")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from ebbtide.cli.options import SIZE, Task, configure, offloaded, one_of
+from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
     from ebbtide.cli.loop import Training
@@ -91,7 +93,7 @@ def train(
     from ebbtide.cli.output import print_json, print_result
 
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        _open_folder(out)
     training = Training(task, settings)
     try:
         _run(training, out, quiet=json)
@@ -99,6 +101,18 @@ def train(
     finally:
         training.close()
     (print_json if json else print_result)(result)
+
+
+def _open_folder(out: Path) -> None:
+    """Before hours of training: what comes of them can be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--out: {out} cannot be written to ({error.strerror}); choose a folder that can"
+        ) from None
 
 
 def _run(training: Training, out: Path | None, quiet: bool) -> None:
