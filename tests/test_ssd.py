@@ -206,3 +206,16 @@ def test_gradients_that_never_leave_are_not_copied(folder: Path, monkeypatch: py
     finally:
         engine.close()
     assert engine._session.ledger.reserved["device"] == 0
+
+
+def test_a_copy_on_ssd_does_not_stand_for_one_on_the_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter that is on the device and on SSD comes to the host for its update there."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no symbolic trace")  # then the host's copies go for want of a plan
+
+    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", refuse)
+    done = run("gpt2", "none", STEPS, on_ssd(folder, device={"memory": 6_000_000}, host={"memory": 700_000}))
+    assert done.sha == expected("gpt2", "none", STEPS)[0]

@@ -413,7 +413,7 @@ class Executor:
         if not chunk.host_valid and chunk.move is None:
             if chunk.device_valid:
                 self._evict(chunk)
-            else:
+            if chunk.move is None:  # SSD has it, so nothing was moved
                 self.make_host_room(self.store.room_needed(chunk, "host"))
                 self.store.load(chunk)
         return chunk.move[1] if chunk.move is not None else chunk.pending
