@@ -237,9 +237,17 @@ def largest_of_family(strategy: str, gpus: int, names: list[str]) -> str | None:
 
 
 def test_patrickstar_trains_what_its_authors_measured() -> None:
-    """Published: 12B on one device, 18B on eight; ours may be one size off."""
+    """Published: 12B on one device; ours may be one size off."""
     assert largest_of_family("patrickstar", 1, ["gpt-12b", "gpt-15b", "gpt-18b"]) in ("gpt-12b", "gpt-15b")
+
+
+@pytest.mark.heavy
+def test_patrickstar_trains_what_its_authors_measured_on_eight() -> None:
+    """Published: 18B."""
     assert largest_of_family("patrickstar", 8, ["gpt-18b", "gpt-30b"]) == "gpt-18b"
+
+
+def test_plain_pytorch_trains_what_the_authors_of_patrickstar_measured() -> None:
     assert largest_of_family("all-on-device", 1, ["gpt-1b", "gpt-2b", "gpt-4b"]) in ("gpt-1b", "gpt-2b")
 
 

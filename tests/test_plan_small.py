@@ -93,10 +93,11 @@ def small_case(rng: random.Random) -> Question:
     )
 
 
-def test_schedules_are_near_the_best_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cases", [CASES // 3, pytest.param(CASES, marks=pytest.mark.heavy)])
+def test_schedules_are_near_the_best_there_is(cases: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     ratios = []
-    while len(ratios) < CASES:
+    while len(ratios) < cases:
         question = small_case(rng)
         found = look(question)
         if found.step_seconds is not None:

@@ -120,9 +120,20 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(questions(), st.sampled_from(PARTS), st.floats(1.001, 4.0))
 def test_more_of_anything_never_makes_a_step_slower(question: Question, part: str, factor: float) -> None:
+    check_more(question, part, factor)
+
+
+@pytest.mark.heavy
+@settings(max_examples=1000, deadline=None)
+@given(questions(), st.sampled_from(PARTS), st.floats(1.001, 4.0))
+def test_more_of_anything_never_makes_any_step_slower(question: Question, part: str, factor: float) -> None:
+    check_more(question, part, factor)
+
+
+def check_more(question: Question, part: str, factor: float) -> None:
     before = look(question)
     machine = better(question.ask.machine, part, factor)
     after = look(replace(question, ask=replace(question.ask, machine=machine)))
@@ -150,9 +161,20 @@ def test_gradients_of_an_update_in_backward_are_reported_as_the_few_that_wait() 
     assert sum(found.bytes["host"].values()) <= question.ask.host
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(questions())
 def test_no_step_beats_its_bound_and_no_tier_its_budget(question: Question) -> None:
+    check_bounds(question)
+
+
+@pytest.mark.heavy
+@settings(max_examples=1000, deadline=None)
+@given(questions())
+def test_no_step_at_all_beats_its_bound(question: Question) -> None:
+    check_bounds(question)
+
+
+def check_bounds(question: Question) -> None:
     found = look(question)
     assume(found.fits)
     assert found.step_seconds is not None and found.bound_seconds is not None
