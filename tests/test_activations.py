@@ -255,7 +255,7 @@ def test_two_forwards_before_one_backward(make: Any) -> None:
 
 
 def test_without_a_plan_all_leaves_and_comes_on_demand(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", _fail)
+    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", fail)
     engine = make(device={"memory": 1_800_000}, **HOST)
     loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
     assert engine._session.executor.plan is None
@@ -268,8 +268,16 @@ def test_without_a_plan_all_leaves_and_comes_on_demand(make: Any, monkeypatch: p
     assert engine.weights_sha256() == reference()
 
 
-def _fail(*_: Any, **__: Any) -> Any:
+def fail(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("on purpose")
+
+
+def fail_in_backward(engine: Engine, loss: torch.Tensor) -> None:
+    """Half-way through."""
+    handle = engine.module.transformer.h[1].mlp.c_fc.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    handle.remove()
 
 
 def test_what_is_saved_is_not_what_was_planned(make: Any) -> None:
@@ -324,7 +332,7 @@ def test_exceptions_give_everything_back(make: Any) -> None:
     engine = make(**TIGHT)
     step(engine, 0)
     loss = engine(**zoo.ZOO["gpt2"].batch(1)).loss
-    handle = engine.module.transformer.h[2].mlp.register_forward_hook(_fail)
+    handle = engine.module.transformer.h[2].mlp.register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError):
         engine(**zoo.ZOO["gpt2"].batch(1))
     handle.remove()
@@ -332,10 +340,7 @@ def test_exceptions_give_everything_back(make: Any) -> None:
     engine.step()
     engine.check_integrity()
     broken = engine(**zoo.ZOO["gpt2"].batch(2)).loss
-    handle = engine.module.transformer.h[1].mlp.c_fc.weight.register_hook(_fail)
-    with pytest.raises(ZeroDivisionError):
-        engine.backward(broken)
-    handle.remove()
+    fail_in_backward(engine, broken)
     del broken
     gc.collect()
     for number in (2, 3):

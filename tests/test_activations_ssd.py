@@ -26,7 +26,7 @@ from ebbtide.memory.passage import Passage
 from ebbtide.plan.activations import ALL, CHECKPOINTS, Room, send_away
 from ebbtide.plan.stage import passage_bytes
 from harness import Count, config_of, expected
-from test_activations import long_batch, long_model, some_record
+from test_activations import fail, fail_in_backward, long_batch, long_model, some_record
 from test_exact import CHANGES, MODES
 from test_ssd import follow, on_ssd
 
@@ -192,7 +192,7 @@ def test_a_slow_disk_costs_time_and_no_memory(make: Any, reference: str, host: i
 @pytest.mark.parametrize("host", [0, 3_000_000])
 def test_without_a_plan(make: Any, reference: str, monkeypatch: pytest.MonkeyPatch, host: int) -> None:
     """What the host has no room for goes to SSD, and comes when backward asks for it."""
-    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", _fail)
+    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", fail)
     engine = make(24_000_000, host)
     loss = engine(**long_batch(0)).loss
     assert engine._session.executor.plan is None
@@ -202,10 +202,6 @@ def test_without_a_plan(make: Any, reference: str, monkeypatch: pytest.MonkeyPat
     for number in range(1, STEPS):
         step(engine, number)
     assert engine.weights_sha256() == reference
-
-
-def _fail(*_: Any, **__: Any) -> Any:
-    raise ZeroDivisionError("on purpose")
 
 
 @pytest.mark.heavy
@@ -231,10 +227,7 @@ def test_exceptions_and_dropped_graphs_give_everything_back(make: Any, reference
     engine = make(5_000_000, host)
     step(engine, 0)
     loss = engine(**long_batch(1)).loss
-    handle = engine.module.transformer.h[1].mlp.c_fc.weight.register_hook(_fail)
-    with pytest.raises(ZeroDivisionError):
-        engine.backward(loss)
-    handle.remove()
+    fail_in_backward(engine, loss)
     del loss
     gc.collect()
     dropped = engine(**long_batch(2)).loss

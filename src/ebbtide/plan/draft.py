@@ -45,7 +45,7 @@ class Plan:
     @cached_property
     def evicted(self) -> frozenset[tuple[str, int]]:
         """What leaves the device for want of room at some moment."""
-        return frozenset(self.items[move.item] for move in self.residency.moves if not move.fetch)
+        return frozenset(self.items[item] for item in self.residency.evicted)
 
     def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
         """Chunks whose state streams from SSD, in the order of their updates."""
@@ -167,8 +167,7 @@ def _with_evicted(
 ) -> HostSide:
     """What leaves the device for want of room is on the host (or SSD) beside what lives there, and keeps its place."""
     if settings.ssd_beside_device:
-        gone = {move.item for move in residency.moves if not move.fetch}
-        extra = sum(stored_bytes(shape.sizes[item], shape.piece) for item in gone)
+        extra = sum(stored_bytes(shape.sizes[item], shape.piece) for item in residency.evicted)
         needed = sum(stored_bytes(shape.state_bytes[i], shape.piece) for i in host.ssd) + extra
         return replace(host, short=max(0, needed - settings.ssd))
     evicted = {move.item for move in residency.moves if not move.fetch and move.traffic}

@@ -228,9 +228,9 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
         host = {}
     ssd = {"state": states["ssd"], "param": sum(shape.parameter_bytes[i] for i in plan.host.ssd_parameters)}
     if setup.settings.ssd_beside_device:
-        sizes = dict(zip(shape.items, shape.sizes, strict=True))
-        for item in plan.evicted:
-            ssd[item[0]] = ssd.get(item[0], 0) + sizes[item]
+        for item in plan.residency.evicted:
+            kind, _ = plan.items[item]
+            ssd[kind] = ssd.get(kind, 0) + shape.sizes[item]
     return {"device": walked.peak_tags, "host": host, "ssd": ssd}
 
 

@@ -73,6 +73,11 @@ class Residency:
     def traffic(self) -> int:
         return self.to_device + self.to_host + self.gathered
 
+    @property
+    def evicted(self) -> set[int]:
+        """Items that leave for want of room at some moment."""
+        return {move.item for move in self.moves if not move.fetch}
+
 
 @dataclass(slots=True)
 class _Item:
