@@ -148,7 +148,7 @@ def train_long(checkpointing: bool, **changes: Any) -> tuple[str, int, dict[str,
                 moved.append(
                     {link: links[link] - before[link] for link in ("host_to_device", "device_to_host")}
                 )
-        plan = engine._session.executor.plan
+        plan = engine._session.course.plan
         assert plan is not None
         stats = engine.stats() | {"away": plan.away.bytes if plan.away else 0}
         return engine.weights_sha256(), count.peak, stats, moved
@@ -206,8 +206,8 @@ def test_the_record_does_not_depend_on_what_leaves(make: Any) -> None:
             [known] = engine._session.traces._known.values()
             engine.backward(out.loss)
             engine.step()
-            if engine._session._pending is not None:
-                record = engine._session._pending[0]
+            if engine._session.recording.last is not None:
+                record = engine._session.recording.last
             known.stale = True
         found.append(record)
         engine.close()
@@ -255,16 +255,16 @@ def test_two_forwards_before_one_backward(make: Any) -> None:
 
 
 def test_without_a_plan_all_leaves_and_comes_on_demand(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", fail)
+    monkeypatch.setattr("ebbtide.run.recording.trace_symbolically", fail)
     engine = make(device={"memory": 1_800_000}, **HOST)
     loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
-    assert engine._session.executor.plan is None
+    assert engine._session.course.plan is None
     engine.backward(loss)
     engine.step()
     assert engine.stats()["offloaded_bytes"] > 0
     for number in range(1, 4):
         step(engine, number)
-    assert engine._session.executor.plan is not None and not engine.stats()["diverged"]
+    assert engine._session.course.plan is not None and not engine.stats()["diverged"]
     assert engine.weights_sha256() == reference()
 
 

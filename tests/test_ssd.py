@@ -216,6 +216,6 @@ def test_a_copy_on_ssd_does_not_stand_for_one_on_the_host(
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no symbolic trace")  # then the host's copies go for want of a plan
 
-    monkeypatch.setattr("ebbtide.run.session.trace_symbolically", refuse)
+    monkeypatch.setattr("ebbtide.run.recording.trace_symbolically", refuse)
     done = run("gpt2", "none", STEPS, on_ssd(folder, device={"memory": 6_000_000}, host={"memory": 700_000}))
     assert done.sha == expected("gpt2", "none", STEPS)[0]

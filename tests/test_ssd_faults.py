@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,3 +186,26 @@ def test_signals(folder: Path, number: signal.Signals, left: int) -> None:
         assert not list(folder.iterdir())
     else:
         assert run.returncode == 128 + number and "Traceback" not in errors, errors
+
+
+def test_an_interrupt_between_a_request_and_its_event(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when a write is under way that nobody has noted yet: closing waits for it."""
+    io = FaultyIO()
+    engine = open_engine(folder, io)
+    train(engine)
+    assert engine._tiers.disk is not None
+    write = engine._tiers.disk.write
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        write(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    io.close_gate()
+    monkeypatch.setattr(engine._tiers.disk, "write", interrupted)
+    chunk = next(c for c in engine._session.store.chunks.values() if c.kind == "param" and c.device_valid)
+    with pytest.raises(KeyboardInterrupt):
+        engine._session.room.evict(chunk)
+    threading.Timer(0.3, io.gate.set).start()
+    engine.close()
+    engine._tiers.close()
+    assert not list(folder.iterdir())

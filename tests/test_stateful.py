@@ -45,7 +45,7 @@ class Machine(RuleBasedStateMachine):
         self.store = ChunkStore(layout, self.backend, self.ledger)
         self.data = ModelData(names, parameters, runs, layout, self.store, "none")
         self.executor = Executor(self.data, policy, Updater(background=True))
-        self.executor.peers.add(self.executor)
+        self.executor.room.peers.add(self.executor.room)
         self.values = [float(i) for i in range(LAYERS)]
         self.units = [unit for _, unit in units]
         for chunk in layout.chunks:
@@ -94,11 +94,11 @@ class Machine(RuleBasedStateMachine):
         chunk = self.data.parameter_chunk(index)
         if chunk.pins:
             return
-        with self.executor.placed(chunk, "host"):
+        with self.executor.places.placed(chunk, "host"):
             for _, piece in chunk.slices("host", self.data.places[which].offset, 2048):
                 piece.fill_(value)
             self.store.written(chunk, "host")
-        self.executor.leave_stale(chunk)
+        self.executor.places.leave_stale(chunk)
         self.values[which] = float(value)
 
     @rule(which=st.integers(0, LAYERS - 1), value=st.integers(10, 1000), slow=st.booleans())
@@ -108,9 +108,9 @@ class Machine(RuleBasedStateMachine):
         chunk = self.data.parameter_chunk(index)
         if chunk.pins:
             return
-        waits = self.executor.toward_host(chunk)
+        waits = self.executor.places.toward_host(chunk)
         pieces = list(chunk.slices("host", self.data.places[which].offset, 2048))
-        self.executor.put_away(chunk)
+        self.executor.places.put_away(chunk)
 
         def work() -> None:
             time.sleep(0.002 * slow)
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
             pieces.clear()
             self.store.settle(chunk)
             self.store.written(chunk, "host")
-            self.executor.leave_stale(chunk)
+            self.executor.places.leave_stale(chunk)
 
         self.executor.updater.submit([chunk], waits, work, finish)
         self.values[which] = float(value)
@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
     def tide(self, level: int) -> None:
         wanted = min(level * BYTES, self.ledger.budgets["device"])
         try:
-            self.executor.raise_level(wanted)
+            self.executor.room.raise_level(wanted)
         except BudgetError:
             pinned = sum(c.nbytes for c in self.store.chunks.values() if c.pins)
             assert pinned + wanted > self.ledger.budgets["device"]

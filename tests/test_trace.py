@@ -28,8 +28,8 @@ def records(name: str, mode: str, **changes: object) -> tuple[Record | None, lis
                 imagined = known.record
             engine.backward(out.loss)
             engine.step()
-            if session._pending is not None:
-                found.append(session._pending[0])
+            if session.recording.last is not None:
+                found.append(session.recording.last)
             if known is not None:
                 known.stale = True
         return imagined, found

@@ -142,8 +142,8 @@ def live_record(name: str, module: nn.Module, keep_outputs: bool = False) -> Rec
         if not keep_outputs:
             del out
         engine.backward(loss)
-        assert engine._session._pending is not None
-        return engine._session._pending[0]
+        assert engine._session.recording.last is not None
+        return engine._session.recording.last
     finally:
         engine.close()
 

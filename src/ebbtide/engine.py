@@ -17,7 +17,8 @@ from torch import nn
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, nearest
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
-from ebbtide.optimizer import EngineOptimizer
+from ebbtide.optimizer import make_optimizer
+from ebbtide.run.facts import facts
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import Choice, choose, refuse_nowhere, refuse_unbuilt, signature_of
@@ -85,7 +86,7 @@ class Engine:
         try:
             choice = choose(module, config)
             files = WeightFiles(weights, module) if weights is not None else None
-            self.optimizer = self._make_optimizer(param_groups)
+            self.optimizer = make_optimizer(module, config.optimizer, param_groups, self._update, self._clear)
             self._session = self._take_over(choice, kernels, files)
         except BaseException:
             tiers.close_unused()
@@ -109,7 +110,7 @@ class Engine:
             tiers.backend,
             tiers.ledger,
             kernels,
-            tiers.executors,
+            tiers.rooms,
             start,
             tiers.disk,
         )
@@ -121,35 +122,6 @@ class Engine:
             session.undo(start)
             raise
         return session
-
-    def _make_optimizer(self, param_groups: Iterable[dict[str, Any]] | None) -> EngineOptimizer:
-        settings = self.config.optimizer
-        defaults = {
-            "lr": settings.lr,
-            "betas": settings.betas,
-            "eps": settings.eps,
-            "weight_decay": settings.weight_decay,
-        }
-        known = {id(p) for p in self.module.parameters()}
-        if param_groups is None:
-            groups = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
-            if not groups[0]["params"]:
-                groups = [{"params": list(self.module.parameters())}]
-        else:
-            groups = [dict(group) for group in param_groups]
-        for place, group in enumerate(groups):
-            group["params"] = list(group["params"])
-            unknown = [p for p in group["params"] if id(p) not in known]
-            if unknown:
-                raise ConfigError(
-                    f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
-                    "pass those of module.named_parameters()"
-                )
-            odd = set(group) - {"params", "name", "initial_lr", *defaults}
-            if odd:
-                key = sorted(odd)[0]
-                raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, defaults)}")
-        return EngineOptimizer(groups, defaults, self._update, self._clear)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -379,17 +351,8 @@ class Engine:
         """All parameters stay on the device: for generate() and evaluation."""
         session = self._open()
         session.reclaim()
-        executor = session.executor
-        held = []
-        try:
-            for index in range(len(session.layout.chunks)):
-                chunk = session.data.parameter_chunk(index)
-                executor.hold(chunk)
-                held.append(chunk)
+        with session.places.resident():
             yield
-        finally:
-            for chunk in held:
-                chunk.pins -= 1
 
     def _match(self, patterns: tuple[str, ...]) -> list[str]:
         names = values.names(self._session)
@@ -441,49 +404,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Bytes moved, evictions, peaks by tier and tag, traces, the plan in force."""
-        session = self._session
-        ledger = self._tiers.ledger
-        plan = session.executor.plan
-        return {
-            "moved_bytes": dict(session.store.traffic.moved),
-            "fetches": session.store.traffic.fetches,
-            "stall_seconds": dict(session.store.traffic.stalls),
-            "offloaded_bytes": session.offloaded_bytes,
-            "evictions": session.store.traffic.evictions,
-            "drops": session.store.traffic.drops,
-            "peak_bytes": dict(ledger.peak),
-            "budget_bytes": dict(ledger.budgets),
-            "ssd": self._ssd_stats(),
-            "lock_free": None if session.lock_free is None else session.lock_free.stats(),
-            "fixed_bytes": session.unmanaged.fixed_bytes(),
-            "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
-            "traces": session.traces.count,
-            "diverged": session.executor.diverged,
-            "symbolic": session.symbolic_note,
-            "device_state_chunks": session.updates.homes.count("device"),
-            "chunks": len(session.layout.chunks),
-            "utilisation": session.layout.utilisation,
-            "planned_traffic": plan.traffic if plan else None,
-            "minimum_traffic": session.traces.least_traffic(plan.record) if plan else None,
-            "least_device_bytes": plan.least if plan else None,
-            "non_model_peak": plan.record.peak if plan else None,
-        }
-
-    def _ssd_stats(self) -> dict[str, Any] | None:
-        """What the disks did, for all engines that share them."""
-        disk = self._tiers.disk
-        if disk is None:
-            return None
-        traffic = disk.traffic
-        return {
-            "files": list(disk.files),
-            "direct": disk.direct,
-            "stale_files_removed": disk.removed,
-            "read_bytes": traffic.moved["ssd_read"],
-            "write_bytes": traffic.moved["ssd_write"],
-            "calls": sum(traffic.calls.values()),
-            "busy_seconds": dict(traffic.busy),
-        }
+        return facts(self._session, self._tiers.disk)
 
     def check_integrity(self) -> None:
         """Raises unless the books of every tier add up."""

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
-from ebbtide.errors import UnsupportedError
+from ebbtide.config import OptimizerConfig
+from ebbtide.errors import ConfigError, UnsupportedError, nearest
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -34,3 +36,39 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that are held; after a step there are none."""
         self._clear()
+
+
+def make_optimizer(
+    module: nn.Module,
+    settings: OptimizerConfig,
+    param_groups: Iterable[dict[str, Any]] | None,
+    update: Callable[[], None],
+    clear: Callable[[], None],
+) -> EngineOptimizer:
+    """With the user's groups, or one of all parameters that require gradients."""
+    defaults = {
+        "lr": settings.lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    known = {id(p) for p in module.parameters()}
+    if param_groups is None:
+        groups = [{"params": [p for p in module.parameters() if p.requires_grad]}]
+        if not groups[0]["params"]:
+            groups = [{"params": list(module.parameters())}]
+    else:
+        groups = [dict(group) for group in param_groups]
+    for place, group in enumerate(groups):
+        group["params"] = list(group["params"])
+        unknown = [p for p in group["params"] if id(p) not in known]
+        if unknown:
+            raise ConfigError(
+                f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
+                "pass those of module.named_parameters()"
+            )
+        odd = set(group) - {"params", "name", "initial_lr", *defaults}
+        if odd:
+            key = sorted(odd)[0]
+            raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, defaults)}")
+    return EngineOptimizer(groups, defaults, update, clear)

@@ -158,6 +158,8 @@ class DiskSpace:
 
     def synchronize(self) -> None:
         """Waits for everything that was started, whatever became of it."""
+        if os.getpid() != self._pid:
+            return  # a forked child: its parent's threads did not come along
         for event in self._books.under_way():
             event.over()
 

@@ -15,9 +15,10 @@ import torch
 from ebbtide.backend import Event
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
-from ebbtide.run.executor import Executor
+from ebbtide.run.jobs import Updater
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.model import ModelData, dense
+from ebbtide.run.places import Places
 from ebbtide.run.steps import Segment, Steps
 
 
@@ -35,12 +36,14 @@ class ChunkUpdates:
         data: ModelData,
         rule: Rule,
         kernels: Mapping[str, Kernels],
-        executor: Executor,
+        places: Places,
+        updater: Updater,
         kept: KeptGradients,
     ) -> None:
         """`kernels` by tier."""
         self.data, self.store, self.kernels = data, data.store, kernels
-        self.executor, self.kept, self.rule = executor, kept, rule
+        self.places, self.updater = places, updater
+        self.kept, self.rule = kept, rule
         self.steps = Steps(data, rule)
         self.homes: list[str] = []
         """By chunk: where its optimizer state lives."""
@@ -57,7 +60,7 @@ class ChunkUpdates:
             if home == "ssd":
                 self.store.reserve_ssd(state)
             elif state.free:
-                self.executor.allocate(state, home)
+                self.places.allocate(state, home)
 
     def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
         """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
@@ -74,7 +77,7 @@ class ChunkUpdates:
         index = self.data.places[member].chunk
         param = self.data.parameter_chunk(index)
         self.open_states(index)
-        with self.executor.placed(param, "device"):
+        with self.places.placed(param, "device"):
             parts = [Part(s, [(0, gradient)]) for s in self.steps.segments([member], scale)]
             self.run("device", index, parts)
             self.store.written(param, "device")
@@ -83,9 +86,9 @@ class ChunkUpdates:
         self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
     ) -> None:
         param = self.data.parameter_chunk(index)
-        with self.executor.placed(param, "device"):
+        with self.places.placed(param, "device"):
             for source, members in sources.items():
-                with self.executor.placed(source, "device"):
+                with self.places.placed(source, "device"):
                     self.run("device", index, self._parts({source: members}, "device", scale))
             self.run("device", index, self._parts_alone(alone, scale))
             self.store.written(param, "device")
@@ -103,14 +106,14 @@ class ChunkUpdates:
         tier, on_ssd = self.store.near, self.homes[index] == "ssd"
         waits: list[Event] = []
         owned = list(dict.fromkeys((param, *sources)))
-        with self.executor.together(owned):
+        with self.places.room.together(owned):
             for chunk in owned:
                 if tier == "host":
-                    waits += self.executor.toward_host(chunk)
+                    waits += self.places.toward_host(chunk)
                 else:
-                    self.executor.bring(chunk)
+                    self.places.bring(chunk)
             parts = self._parts(sources, tier, scale) + self._parts_alone(alone, scale)
-            self.executor.put_away(param)
+            self.places.put_away(param)
         states = self.state_chunks(index)
         lent = self.kept.lend(alone)
 
@@ -127,10 +130,10 @@ class ChunkUpdates:
                 state.mark("ssd", True)
             self.store.written(param, tier)
             if tier == "host":
-                self.executor.leave_stale(param)
+                self.places.leave_stale(param)
 
         run = self.stream if on_ssd else self.run
-        self.executor.updater.submit(
+        self.updater.submit(
             [*owned, *states], waits, lambda: run(tier, index, parts), finish, at_once=param.pins > 0
         )
 
@@ -159,7 +162,7 @@ class ChunkUpdates:
 
     def stream(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
         """The same, with state that comes from SSD in pieces and goes back."""
-        stream = self.executor.updater.state
+        stream = self.updater.state
         assert stream is not None and self.store.ssd_space is not None, (
             "state is on SSD, and nothing streams it"
         )

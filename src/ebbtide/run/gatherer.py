@@ -17,25 +17,32 @@ from ebbtide.kernels import Kernels
 from ebbtide.kernels.base import WAITS_IN
 from ebbtide.memory.chunk import Chunk, aligned
 from ebbtide.run.buffers import GRADIENTS, Buffers
-from ebbtide.run.executor import Executor
+from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData
+from ebbtide.run.places import Places
 from ebbtide.run.progress import Waiting
 
 
 class Gatherer:
     def __init__(
-        self, data: ModelData, executor: Executor, buffers: Buffers, kernels: Mapping[str, Kernels]
+        self,
+        data: ModelData,
+        places: Places,
+        updater: Updater,
+        buffers: Buffers,
+        kernels: Mapping[str, Kernels],
     ) -> None:
         """`kernels` by tier."""
         self._data, self._store, self._near = data, data.store, data.store.near
-        self._executor, self._buffers, self._kernels = executor, buffers, kernels
+        self._places, self._updater = places, updater
+        self._buffers, self._kernels = buffers, kernels
 
     def give(self, index: int, members: Sequence[int], scale: float, waiting: Waiting | None) -> Waiting:
         """What waits with the gradients of one more step, which leave their chunk."""
         grad = self._store.chunks["grad", index]
         dtype = WAITS_IN[grad.dtype]
         if waiting is None and self._near == "device" and dtype == grad.dtype:
-            self._executor.bring(grad)
+            self._places.bring(grad)
             memory = self._store.surrender(grad)
             waiting = Waiting(self._buffers.adopt(GRADIENTS, grad, memory), scale)
         else:
@@ -50,11 +57,11 @@ class Gatherer:
     def _add(self, grad: Chunk, waiting: Waiting, members: Sequence[int], weight: float) -> None:
         """A thread adds them once they have arrived; until then the chunk is its own."""
         events = []
-        with self._executor.together([grad]):
+        with self._places.room.together([grad]):
             if self._near == "host":
-                events += self._executor.toward_host(grad)
+                events += self._places.toward_host(grad)
             else:
-                self._executor.bring(grad)
+                self._places.bring(grad)
         known = frozenset(waiting.steps)
         rows: list[tuple[bool, torch.Tensor, torch.Tensor]] = []
         for add, offset, count in self._ranges(members, known):
@@ -82,7 +89,7 @@ class Gatherer:
                 self._store.settle(grad)
             self._store.free(grad)
 
-        self._executor.updater.submit([grad], [], work, finish)
+        self._updater.submit([grad], [], work, finish)
 
     def _ranges(self, members: Sequence[int], known: frozenset[int]) -> Iterator[tuple[bool, int, int]]:
         """(whether there is something to add to, first element, elements): neighbours together."""

@@ -30,19 +30,20 @@ from ebbtide.plan.stage import AHEAD, lock_free_bytes
 from ebbtide.plan.states import State
 from ebbtide.run.buffers import GRADIENTS, VALUES, Buffers
 from ebbtide.run.chunk_updates import ChunkUpdates, Part
-from ebbtide.run.executor import IDLE, REVERSING, RUNNING, Executor
+from ebbtide.run.course import IDLE, REVERSING, RUNNING
+from ebbtide.run.executor import Executor
 from ebbtide.run.gatherer import Gatherer
 from ebbtide.run.progress import Progress, Turn, Waiting
 
 
 class LockFree:
     def __init__(self, chunks: ChunkUpdates, executor: Executor, max_staleness: int, width: int) -> None:
-        self.chunks, self.executor = chunks, executor
+        self.chunks, self.executor, self.places = chunks, executor, executor.places
         self.data, self.store, self.near = chunks.data, chunks.store, chunks.store.near
         self.kernels = chunks.kernels
         self.max_staleness, self._width = max_staleness, width
         self.buffers = Buffers(self.store)
-        self._gatherer = Gatherer(self.data, executor, self.buffers, self.kernels)
+        self._gatherer = Gatherer(self.data, self.places, executor.updater, self.buffers, self.kernels)
         self.progress: dict[int, Progress] = {}
         """By chunk; those that are, or were, updated lock-free."""
         self.waits = 0
@@ -71,8 +72,7 @@ class LockFree:
         self.buffers.close()
         params = [self.data.parameter_chunk(i).nbytes for i in chunks]
         sizes = lock_free_bytes(params, params, self._width)
-        room = self.executor.make_room if self.near == "device" else self.executor.make_host_room
-        room(sum(sizes))
+        self.executor.room.make(self.near, sum(sizes))
         self.buffers.open(*sizes)
         self._order = list(chunks)
         for index in chunks:
@@ -129,7 +129,7 @@ class LockFree:
 
     def begin_evaluation(self) -> None:
         """It sees the newest values that are ready."""
-        if self.executor.phase == IDLE:
+        if self.executor.course.phase == IDLE:
             self.tick()
             self._take_over_between()
 
@@ -161,13 +161,13 @@ class LockFree:
     def _unnoticed(self, index: int) -> bool:
         """Whether nobody can tell, now in the middle of a pass, that the chunk's values change."""
         executor, chunk = self.executor, self.data.parameter_chunk(index)
-        if not self._quiet(index) or executor.phase == IDLE:
+        if not self._quiet(index) or executor.course.phase == IDLE:
             return False
-        if executor.phase == RUNNING:
+        if executor.course.phase == RUNNING:
             # On a device with memory of its own a copy that is there already would have to come again.
             unused = all(executor.states.state(run) is State.HOLD for run in self._runs[index])
             return unused and (self.near == "device" or chunk.device is None)
-        return executor.phase != REVERSING or executor.done_with(chunk)
+        return executor.course.phase != REVERSING or executor.course.done_with(chunk)
 
     # -- one update -----------------------------------------------------------------------------------
 
@@ -182,9 +182,9 @@ class LockFree:
     def _bring(self, chunk: Chunk) -> None:
         """Makes the chunk's copy on the tier next to SSD valid, and quiet."""
         if self.near == "device":
-            self.executor.bring(chunk)
+            self.places.bring(chunk)
         else:
-            self.executor.toward_host(chunk)
+            self.places.toward_host(chunk)
             self.store.settle(chunk, host=True)
 
     def _choose(self, first: Iterable[int], forced: bool) -> int | None:
@@ -291,7 +291,7 @@ class LockFree:
         self.buffers.give(VALUES, values)
         self.store.written(chunk, self.near)
         if self.near == "host":
-            self.executor.leave_stale(chunk)
+            self.places.leave_stale(chunk)
         progress.visible = progress.applied
 
     # -- waiting --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.stream import StateStream
 from ebbtide.plan.stage import SLOTS, slot_bytes
 from ebbtide.run.jobs import Updater
+from ebbtide.run.room import Room
 
 TAG = "staging"
 
@@ -18,7 +19,7 @@ class Streaming:
         self._store, self._updater, self._states = store, updater, states
         self._reserved = 0
 
-    def open(self, chunks: Sequence[int], make_room: Callable[[int], None]) -> None:
+    def open(self, chunks: Sequence[int], room: Room) -> None:
         """Buffers for these chunks' state, and what SSD has of it."""
         store = self._store
         if not chunks:
@@ -26,7 +27,7 @@ class Streaming:
         assert store.ssd_space is not None
         states = [sum(state.nbytes for state in self._states(i)) for i in chunks]
         size = slot_bytes(states, store.ssd_space.piece)
-        make_room(SLOTS * size)
+        room.make(store.near, SLOTS * size)
         store.ledger.reserve(store.near, TAG, SLOTS * size)
         self._reserved = SLOTS * size
         slots = [store.backend.allocate(store.near, size) for _ in range(SLOTS)]

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Slices, aligned, cut
-from ebbtide.run.executor import Executor
 from ebbtide.run.model import ModelData
+from ebbtide.run.places import Places
 
 
 class TakenSpace:
     def __init__(
-        self, data: ModelData, kernels: Mapping[str, Kernels], homes: Sequence[str], executor: Executor
+        self, data: ModelData, kernels: Mapping[str, Kernels], homes: Sequence[str], places: Places
     ) -> None:
         self.data, self.store, self.kernels = data, data.store, kernels
-        self.homes, self.executor = homes, executor
+        self.homes, self.places = homes, places
         self.members: set[int] = set()
         """Parameters whose space holds their gradient."""
 
@@ -32,7 +32,7 @@ class TakenSpace:
             param = self.data.parameter_chunk(index)
             home = self.homes[index]
             tier = self.store.near if home == "ssd" else home
-            with self.executor.placed(param, tier):
+            with self.places.placed(param, tier):
                 copy = list(param.slices(tier, place.offset, place.numel))
                 if home == "ssd":
                     self.store.settle(master)
@@ -43,7 +43,7 @@ class TakenSpace:
                     self.kernels[tier].split(source, target, source)
                 self.store.written(param, tier)
             if tier == "host":
-                self.executor.leave_stale(param)
+                self.places.leave_stale(param)
 
     def reclaim(self, run: int) -> None:
         """A run is about to be used whose parameters' space may be taken."""
@@ -57,9 +57,9 @@ class TakenSpace:
             param, grad = self.data.parameter_chunk(place.chunk), self.store.chunks["grad", place.chunk]
             tier = "device"
             if grad.free:
-                self.executor.make_room(grad.nbytes)
+                self.places.room.make(tier, grad.nbytes)
                 self.store.allocate(grad, tier, zero=True)
-            with self.executor.placed(param, tier), self.executor.placed(grad, tier):
+            with self.places.placed(param, tier), self.places.placed(grad, tier):
                 for _, (target, source) in aligned([(grad, tier), (param, tier)], place.offset, place.numel):
                     target.copy_(source)
                 self.store.written(grad, tier)

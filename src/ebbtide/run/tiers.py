@@ -13,7 +13,7 @@ from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import ConfigError
 from ebbtide.memory.ledger import Ledger
-from ebbtide.run.executor import Executor
+from ebbtide.run.room import Room
 from ebbtide.run.setup import resolve_budgets
 
 
@@ -24,11 +24,11 @@ class Tiers:
     backend: Backend
     ledger: Ledger
     disk: DiskSpace | None = None
-    executors: WeakSet[Executor] = field(default_factory=WeakSet)
+    rooms: WeakSet[Room] = field(default_factory=WeakSet)
 
     def close_unused(self) -> None:
         """The end, where no engine is left."""
-        if not self.executors:
+        if not self.rooms:
             self.close()
 
     def close(self) -> None:
@@ -57,9 +57,9 @@ def shared_tiers(config: Config) -> Tiers:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     tiers = _shared.get(kind)
-    if tiers is not None and tiers.executors:
+    if tiers is not None and tiers.rooms:
         gc.collect()  # an engine that nobody holds any more gives its memory back
-    if tiers is None or not tiers.executors:
+    if tiers is None or not tiers.rooms:
         if tiers is not None:
             tiers.close()
         tiers = _shared[kind] = open_tiers(config)

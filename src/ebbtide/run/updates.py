@@ -54,10 +54,10 @@ class Updates:
         """What gradients are multiplied with in in-backward updates."""
         self.lock_free: LockFree | None = None
         self.kept = KeptGradients(data.store.ledger)
-        self.chunks = ChunkUpdates(data, rule, kernels, executor, self.kept)
+        self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
         self.steps = self.chunks.steps
-        self.taken = TakenSpace(data, kernels, self.homes, executor)
+        self.taken = TakenSpace(data, kernels, self.homes, executor.places)
         self.state_chunks = self.chunks.state_chunks
         self.regroup = self.steps.regroup
 
@@ -115,9 +115,9 @@ class Updates:
         if chunk.work is not None:
             chunk.work.settle()  # the last step's gradients are being added to those that wait for an update
         if chunk.free:
-            self.executor.make_room(self.store.room_needed(chunk, "device"))
+            self.executor.room.make_for(chunk, "device")
             self.store.allocate(chunk, "device")
-        self.executor.hold(chunk)
+        self.executor.places.hold(chunk)
         try:
             view = chunk.view().as_strided(place.shape, place.stride, place.offset)
             add = self.arrived[member] > 0
@@ -132,12 +132,12 @@ class Updates:
         """Whether a gradient of the chunk is on the device until its update."""
         if self.take_over:
             return False
-        return self.kept.always or (self.kept.where_planned and self.executor.stays("grad", index))
+        return self.kept.always or (self.kept.where_planned and self.executor.course.stays("grad", index))
 
     def _keep(self, member: int, gradient: torch.Tensor) -> None:
         place = self.data.places[member]
         dtype = self.data.parameter_chunk(place.chunk).dtype
-        self.executor.make_room(place.numel * dtype.itemsize)
+        self.executor.room.make("device", place.numel * dtype.itemsize)
         kept = self.kept.keep(member, gradient, place.shape, place.stride, dtype)
         kernels = self.kernels["device"]
         if self.norm_wanted:
@@ -232,7 +232,7 @@ class Updates:
         """In-backward, state on the device: the gradient is consumed where autograd left it."""
         place = self.data.places[member]
         param = self.data.parameter_chunk(place.chunk)
-        with self.executor.placed(param, "device"):
+        with self.executor.places.placed(param, "device"):
             flat = laid_like(gradient, place.shape, place.stride, param.dtype)
             self.squares[member] = self.kernels["device"].sum_of_squares(flat)
             self._refuse_nonfinite(member)

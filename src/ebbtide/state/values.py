@@ -45,7 +45,7 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
     session.data.store_value(member, dense(laid.copy_(value)), session.updates.kernels["host"])
     param = session.data.parameter_chunk(place.chunk)
     if not param.device_valid:
-        session.executor.leave_stale(param)
+        session.places.leave_stale(param)
 
 
 def gradient(session: Session, name: str) -> torch.Tensor | None:

@@ -1,0 +1,145 @@
+"""Where optimizer state lives: at first, before there is a plan, and as plans want it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbtide.memory.chunk import Chunk
+from ebbtide.plan.draft import Plan
+from ebbtide.plan.hostside import beside_updates
+from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.stage import stored_bytes
+from ebbtide.run.executor import Executor
+from ebbtide.run.streaming import Streaming
+from ebbtide.run.updates import Updates
+
+FIRST_BATCH = 20
+"""One of so many parts of a device with SSD beside it is kept free for the first batch; before its operators run there
+is a plan."""
+
+
+class Homes:
+    def __init__(
+        self,
+        updates: Updates,
+        executor: Executor,
+        streaming: Streaming,
+        settings: Settings,
+        warmup_share: float,
+    ) -> None:
+        self._data, self._store, self._ledger = updates.data, updates.store, updates.store.ledger
+        self._updates, self._executor, self._streaming = updates, executor, streaming
+        self._settings, self._warmup_share = settings, warmup_share
+        self.homes = updates.homes
+        """By chunk."""
+
+    def at(self, tier: str) -> list[int]:
+        return [index for index, home in enumerate(self.homes) if home == tier]
+
+    # -- before there is a plan -----------------------------------------------------------------------
+
+    def first(self, shape: ModelShape, index: int) -> str:
+        """The home of the next chunk: the host where it has room for all of the chunk's bytes, else SSD, else the
+        device. Where there is SSD and no host, the device keeps half of its budget for what is not known yet."""
+        budgets = self._ledger.budgets
+        page = 2 * self._data.layout.unit * 4 if self._data.layout.cut == "page" else 0
+        every = range(shape.chunks)
+        buffers = beside_updates(shape, every, self._settings, every if budgets["ssd"] else ())
+        if not budgets["ssd"]:
+            kinds = (shape.parameter_bytes, shape.gradient_bytes, shape.state_bytes)
+            held = buffers + sum(count[i] for i in self.at("host") for count in kinds)
+            fits = held + sum(count[index] for count in kinds) + page <= budgets["host"]
+            return "host" if fits else "device"
+        near = self._store.near
+        held = sum(shape.parameter_bytes) + buffers + page
+        held += sum(shape.gradient_bytes[i] + shape.state_bytes[i] for i in (*self.at(near), index))
+        held += 2 * max(shape.parameter_bytes) if near == "host" else 0
+        if held <= (budgets[near] // 2 if near == "device" else budgets[near]):
+            return near
+        stored = [stored_bytes(shape.state_bytes[i], shape.piece) for i in (*self.at("ssd"), index)]
+        return "ssd" if sum(stored) <= budgets["ssd"] else "device"
+
+    def first_level(self, shape: ModelShape) -> int:
+        """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""
+        budgets = self._ledger.budgets
+        if not budgets["host"] and not budgets["ssd"]:
+            return 0
+        states = self._ledger.tags["device"].get("staging", 0) + sum(
+            chunk.nbytes for index in self.at("device") for chunk in self._updates.state_chunks(index)
+        )
+        room = int(budgets["device"] * self._warmup_share)
+        largest = 2 * max(shape.parameter_bytes, default=0)
+        return max(0, budgets["device"] - max(room, states + largest))
+
+    def level_before_batch(self, shape: ModelShape) -> int:
+        """What is kept free until the first batch is here."""
+        level = self.first_level(shape)
+        return min(level, self._ledger.budgets["device"] // FIRST_BATCH) if self._one_tier else level
+
+    @property
+    def _one_tier(self) -> bool:
+        return self._store.near == "device"
+
+    def give_place(self, master: Chunk, home: str) -> None:
+        """For a master whose values are about to be written."""
+        if home == "ssd":
+            self._store.reserve_ssd(master)
+            master.mark("ssd", True)
+        else:
+            self._executor.places.allocate(master, home)
+
+    # -- streaming ------------------------------------------------------------------------------------
+
+    def stream(self, chunks: Sequence[int]) -> None:
+        """State of these chunks streams from and to SSD."""
+        on_ssd = [index for index in chunks if self._updates.state_chunks(index)]
+        self._streaming.open(on_ssd, self._executor.room)
+
+    def restream(self) -> None:
+        """Other chunks than so far have state on SSD, or other state."""
+        self._streaming.close()
+        self.stream(self.at("ssd"))
+
+    # -- plans ----------------------------------------------------------------------------------------
+
+    def follow(self, plan: Plan) -> None:
+        """Brings optimizer state to the plan's homes."""
+        executor, homes = self._executor, self.homes
+        moving = [index for index, home in enumerate(plan.homes) if home != homes[index]]
+        if self._updates.lock_free is not None and moving:
+            self._updates.lock_free.open([])
+        executor.updater.flush()
+        executor.course.plan = None
+        if executor.room.activations is not None:
+            executor.room.activations.foresee(plan.away)
+        restaged = any("ssd" in (homes[index], plan.homes[index]) for index in moving)
+        if restaged:
+            self._streaming.close()
+        leaving = [index for index in moving if plan.homes[index] != "device"]
+        for index in sorted(leaving, key=lambda i: plan.homes[i] != "ssd"):
+            self._move(index, plan.homes[index])
+        executor.room.raise_level(max(plan.levels, default=0))
+        if restaged:
+            self.stream([index for index, home in enumerate(plan.homes) if home == "ssd"])
+        for index in moving:
+            self._move(index, plan.homes[index])
+
+    def _move(self, index: int, home: str) -> None:
+        for chunk in self._updates.state_chunks(index):
+            self._executor.places.go_home(chunk, home)
+        self.homes[index] = home
+
+    def spare_host(self, needed: int) -> None:
+        """Parameters whose state lives on the device give up their copies on the host where that is wanted."""
+        executor, store, ledger = self._executor, self._store, self._ledger
+        executor.room.make("host", needed)
+        for index in self.at("device"):
+            chunk = self._data.parameter_chunk(index)
+            if ledger.room("host") >= needed:
+                return
+            if chunk.host is None or chunk.work is not None:
+                continue
+            if not chunk.device_valid and ledger.room("device") >= store.room_needed(chunk, "device"):
+                executor.places.bring(chunk)
+            if chunk.device_valid and chunk.move is None:
+                store.drop(chunk, "host")

@@ -1,0 +1,153 @@
+"""Brings a chunk to where somebody needs it, whatever it takes: access on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ebbtide.backend import Event
+from ebbtide.memory.chunk import SSD_WRITE, TO_DEVICE, Chunk
+from ebbtide.run.course import Course
+from ebbtide.run.model import ModelData
+from ebbtide.run.room import Room
+
+
+class Places:
+    def __init__(self, data: ModelData, course: Course, room: Room) -> None:
+        self.data, self.store, self.room = data, data.store, room
+        self._course = course
+
+    # -- the device -----------------------------------------------------------------------------------
+
+    def hold(self, chunk: Chunk) -> None:
+        """Pins a chunk on the device, bringing it there first. Undo by taking one pin off."""
+        self.bring(chunk)
+        chunk.pins += 1
+
+    def bring(self, chunk: Chunk) -> None:
+        """Makes the chunk's device copy valid and, for parameters, bound."""
+        if torch.is_inference_mode_enabled():
+            # What is made in inference mode could never be trained again.
+            with torch.inference_mode(False):
+                self.bring(chunk)
+            return
+        if chunk.move is not None or chunk.work is not None:
+            self.store.turn_back(chunk)
+        if not chunk.device_valid:
+            self._load(chunk)
+            self.room.make_for(chunk, "device")
+            self.store.fetch(chunk)
+            self.store.settle(chunk)
+        if chunk.kind == "param":
+            self._course.touch(chunk)
+            if not self.data.bound[chunk.index]:
+                self.data.bind(chunk.index)
+
+    def _load(self, chunk: Chunk) -> None:
+        """What is on SSD only comes to the host, where there is one."""
+        if self.store.near == "host" and chunk.ssd_valid and not chunk.host_valid:
+            self.room.make_for(chunk, "host")
+            self.store.load(chunk)
+            self.store.settle(chunk)
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """All parameters are on the device, and stay there meanwhile."""
+        held: list[Chunk] = []
+        try:
+            for index in range(len(self.data.members)):
+                chunk = self.data.parameter_chunk(index)
+                self.hold(chunk)
+                held.append(chunk)
+            yield
+        finally:
+            for chunk in held:
+                chunk.pins -= 1
+
+    # -- the tier where an update is done -------------------------------------------------------------
+
+    @contextmanager
+    def placed(self, chunk: Chunk, tier: str) -> Iterator[None]:
+        """Makes a chunk's copy on `tier` valid, quiet on the host, and keeps it there meanwhile."""
+        if tier == "device":
+            self.hold(chunk)
+            try:
+                yield
+            finally:
+                chunk.pins -= 1
+        else:
+            self.toward_host(chunk)
+            self.store.settle(chunk, host=True)
+            yield
+
+    def toward_host(self, chunk: Chunk) -> list[Event]:
+        """Starts making the chunk's host copy valid: what must be over before the host itself touches it."""
+        if chunk.kind == "param":
+            self.data.notice_writes(chunk.index)
+        if chunk.work is not None or (chunk.move is not None and chunk.move[0] in (TO_DEVICE, SSD_WRITE)):
+            self.store.turn_back(chunk)
+        if not chunk.host_valid and chunk.move is None:
+            if chunk.device_valid:
+                self.room.evict(chunk)
+            if chunk.move is None:  # SSD has it, so nothing was moved
+                self.room.make_for(chunk, "host")
+                self.store.load(chunk)
+        return chunk.move[1] if chunk.move is not None else chunk.pending
+
+    def put_away(self, chunk: Chunk) -> None:
+        """A parameter is about to be updated beside the computation: nobody is to see it meanwhile, and where the host
+        updates it, its device copy goes. Not where it is pinned: then its user waits."""
+        if chunk.device is None or chunk.pins:
+            return
+        if self.store.near == "device":
+            self.data.unbind(chunk.index)
+        elif chunk.move is None:
+            self.data.unbind(chunk.index)
+            self.store.drop(chunk, "device")
+
+    def leave_stale(self, chunk: Chunk) -> None:
+        """A parameter was updated on the host: its device copy goes, or is filled again where it is pinned."""
+        if chunk.device is None:
+            return
+        if chunk.pins:
+            self.store.fetch(chunk)
+            self.store.settle(chunk)
+            return
+        self.data.unbind(chunk.index)
+        self.store.drop(chunk, "device")
+
+    # -- optimizer state ------------------------------------------------------------------------------
+
+    def allocate(self, chunk: Chunk, tier: str) -> None:
+        """First payload of an optimizer-state chunk: zeros."""
+        self.room.make_for(chunk, tier)
+        self.store.allocate(chunk, tier, zero=True)
+
+    def go_home(self, chunk: Chunk, tier: str) -> None:
+        """Moves an optimizer-state chunk to where the plan wants it."""
+        if chunk.free or chunk.valid_on(tier):
+            return
+        near = self.store.near
+        if tier == "ssd":
+            if not chunk.valid_on(near):
+                self.go_home(chunk, near)
+            self.store.save(chunk)
+        elif chunk.ssd_valid and tier != near:
+            self.go_home(chunk, near)
+            self.go_home(chunk, tier)
+        elif chunk.ssd_valid:
+            self.room.make_for(chunk, tier)
+            self.store.load(chunk)
+            self.store.settle(chunk)
+            self.store.drop(chunk, "ssd")
+        elif tier == "device":
+            self.room.make_for(chunk, tier)
+            self.store.fetch(chunk)
+            self.store.settle(chunk)
+            self.store.drop(chunk, "host")
+        else:
+            self.room.make_for(chunk, "host")
+            self.store.evict(chunk)
+        self.store.settle(chunk)

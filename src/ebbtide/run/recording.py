@@ -1,0 +1,109 @@
+"""Iterations as records: a pass that is followed while it runs, or one that is imagined before it does."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from ebbtide.backend import Backend
+from ebbtide.intercept import Interceptor
+from ebbtide.record import Record
+from ebbtide.run.kept import KeptGradients
+from ebbtide.run.model import ModelData
+from ebbtide.run.unmanaged import Unmanaged
+from ebbtide.tracing.live import Recorder
+from ebbtide.tracing.meter import AllocatorMeter, StorageMeter, storage_bytes
+from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
+
+
+class Recording:
+    """The pass that is recorded, where one is."""
+
+    def __init__(self, backend: Backend, unmanaged: Unmanaged, kept: KeptGradients) -> None:
+        self.recorder: Recorder | None = None
+        self._backend, self._unmanaged, self._kept = backend, unmanaged, kept
+        self._meter: Any = None
+        self._over: tuple[Record, Any] | None = None
+        kept.claimed = self._claim
+
+    def start(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        backend = self._backend
+        if backend.kind == "cuda":
+            self._meter = AllocatorMeter(backend.device, lambda: backend.held()["device"])
+            fixed = 0
+        else:
+            self._meter = StorageMeter(self._is_model_data)
+            self._meter.note((args, kwargs))
+            fixed = self._unmanaged.fixed_bytes()
+        backend.watch(self._meter)
+        inputs = storage_bytes(
+            value
+            for value in tree_iter((args, kwargs))
+            if isinstance(value, torch.Tensor) and value.device == backend.device
+        )
+        self.recorder = Recorder(signature, self._meter, fixed, inputs)
+
+    def metered(self) -> AbstractContextManager[Any]:
+        """Around a pass."""
+        return self._meter if isinstance(self._meter, StorageMeter) and self.recorder else nullcontext()
+
+    def finish(self) -> bool:
+        """The pass is over; False where it was not recorded."""
+        if self.recorder is None:
+            return False
+        self._over = (self.recorder.finish(), self._meter)
+        self.abandon()
+        return True
+
+    def abandon(self) -> None:
+        self.recorder = None
+        self._backend.watch(None)
+
+    @property
+    def last(self) -> Record | None:
+        """The record of the pass that is over, until it is taken."""
+        return None if self._over is None else self._over[0]
+
+    def take(self) -> Record | None:
+        """The record of a pass that is over, once: with what is alive when the next one is about to start."""
+        if self._over is None:
+            return None
+        (record, meter), self._over = self._over, None
+        return record.carrying(max(0, meter.alive()))
+
+    def _claim(self, storage: int) -> None:
+        """A gradient is kept as it is: no longer non-model data."""
+        if isinstance(self._meter, StorageMeter):
+            self._meter.disown(storage)
+
+    def _is_model_data(self, storage: int) -> bool:
+        return self._backend.owns(storage) or storage in self._unmanaged.storages or self._kept.owns(storage)
+
+
+def imagine(
+    module: nn.Module,
+    data: ModelData,
+    interceptor: Interceptor,
+    fixed: int,
+    signature: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    saved: bool,
+) -> Record:
+    """A symbolic trace, so that even the first iteration has a plan. Any operator may lack a fake kernel: it raises
+    whatever that does. `saved`: with what forward saves."""
+    fake = FakeParameters(
+        tuple(data.run_of),
+        tuple(p.shape for p in data.places),
+        tuple(p.stride for p in data.places),
+        tuple(data.store.chunks["param", p.chunk].dtype for p in data.places),
+        tuple(p.requires_grad for p in data.parameters),
+        data.store.backend.device,
+    )
+    return trace_symbolically(
+        module, fake, args, kwargs, signature, fixed, interceptor.substituted, scalar_loss, saved=saved
+    )

@@ -1,0 +1,213 @@
+"""Room on the device and on the host: who leaves so that somebody else fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakSet
+
+from ebbtide.errors import BudgetError
+from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, Chunk
+from ebbtide.plan.evict import Candidate, choose
+from ebbtide.run.activations import Activations
+from ebbtide.run.course import Course
+from ebbtide.run.jobs import Updater
+from ebbtide.run.model import ModelData
+from ebbtide.units import format_size
+
+
+class Room:
+    def __init__(self, data: ModelData, course: Course, updater: Updater, eviction: str) -> None:
+        self.data, self.store, self.ledger = data, data.store, data.store.ledger
+        self.peers: WeakSet[Room] = WeakSet()
+        """Those of all engines that share the budgets, this one included."""
+        self.activations: Activations | None = None
+        """Those that leave the device between forward and backward, where that is asked for."""
+        self._course, self._updater, self._eviction = course, updater, eviction
+        self._guarded: set[Chunk] = set()
+        """Chunks that somebody is about to use: they do not leave for another's sake."""
+
+    @contextmanager
+    def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """None of the chunks makes room for another meanwhile."""
+        before, self._guarded = self._guarded, {*self._guarded, *chunks}
+        try:
+            yield
+        finally:
+            self._guarded = before
+
+    def make(self, tier: str, needed: int) -> None:
+        """Frees memory of the device or the host until `needed` bytes fit."""
+        if tier == "device":
+            self._make_on_device(needed)
+        else:
+            self._make_on_host(needed)
+
+    def make_for(self, chunk: Chunk, tier: str) -> None:
+        """Room for a copy of the chunk."""
+        self.make(tier, self.store.room_needed(chunk, tier))
+
+    # -- non-model data -------------------------------------------------------------------------------
+
+    def raise_level(self, level: int, guess: bool = False) -> None:
+        """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
+        they have somewhere to go."""
+        try:
+            self._make_on_device(level - self.ledger.level["device"], rising=True)
+        except BudgetError:
+            if not guess:
+                raise
+            level = self._most()
+        self.ledger.set_level("device", level, guess)
+        self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
+
+    def _most(self) -> int:
+        """What of the device's budget nothing is reserved in."""
+        return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
+
+    def late(self, place: int, wait: bool = False) -> int:
+        """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
+        only where there is no room for that, or with `wait`."""
+        plan = self._course.plan
+        length = len(plan.record.moments) if plan is not None else 0
+        if plan is None or self.activations is None or place >= length * plan.accumulate:
+            return 0
+        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place]
+        return self.activations.depart(place % length, -1 if wait else free)
+
+    def _hurry(self, needed: int) -> bool:
+        """Waits for activations that are late in leaving; whether that is enough."""
+        before = self.activations.late if self.activations is not None else 0
+        if not before:
+            return False
+        level = self.ledger.level["device"] - before + self.late(self._course.position, wait=True)
+        self.ledger.set_level("device", level)
+        return needed <= self.ledger.room("device")
+
+    # -- the device -----------------------------------------------------------------------------------
+
+    def ready(self, needed: int) -> bool:
+        """Whether the device has room, once what has left is counted; nobody waits for a chunk."""
+        if self.ledger.room("device") >= needed or self._hurry(needed):
+            return True
+        for chunk in self.leaving():
+            if not chunk.arrived:
+                break
+            self.store.end_move(chunk)
+            if self.ledger.room("device") >= needed:
+                return True
+        return False
+
+    def leaving(self) -> list[Chunk]:
+        """Chunks on their way off the device."""
+        return self.store.moving(SSD_WRITE if self.store.near == "device" else TO_HOST)
+
+    def _make_on_device(self, needed: int, rising: bool = False) -> None:
+        """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
+        if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
+            return
+        others = [peer for peer in self.peers if peer is not self]
+        for attempt in ("leaving", "evict", "updates", "arriving", "evict"):
+            for peer in (*others, self):
+                short = needed - self.ledger.room("device")
+                if short <= 0:
+                    return
+                peer.give(attempt, short)
+        short = needed - self.ledger.room("device")
+        if short <= 0:
+            return
+        if self._course.plan is None and not rising and self._most() >= needed:
+            # Without a plan the level is a share, not a prediction: what is in use goes before it.
+            self.ledger.set_level("device", self._most() - needed, guess=True)
+            return
+        held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
+        raise BudgetError(
+            f"device: {format_size(needed)} are needed{self._course}, with {format_size(held)} of chunks in "
+            f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
+            f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
+            tier="device",
+            short=short,
+            advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
+        )
+
+    def give(self, attempt: str, short: int) -> None:
+        """Gives up device memory until `short` bytes more are free: by ending evictions under way, by evicting, by
+        ending updates, or by ending fetches so that those can be evicted, too."""
+        target = self.ledger.room("device") + short
+        if attempt == "evict":
+            for chunk in self._victims(short):
+                self.evict(chunk)
+                self.store.settle(chunk)
+            return
+        if attempt == "updates":
+            while self.ledger.room("device") < target and self._updater.settle_oldest():
+                continue
+            return
+        for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ):
+            for chunk in self.store.moving(link):
+                if attempt == "leaving" and self.ledger.room("device") >= target:
+                    return
+                self.store.end_move(chunk)
+
+    def _victims(self, short: int) -> list[Chunk]:
+        """The chunks that should leave so that `short` bytes become free."""
+        chunks = [
+            c
+            for c in self.store.chunks.values()
+            if c.kind in ("param", "grad")
+            and c.device is not None
+            and c.move is None
+            and c not in self._guarded
+            and not self.store.in_use(c)
+        ]
+        course = self._course
+        candidates = [
+            Candidate(key, c.nbytes, course.distance(c), course.last(c), c.device_valid and not c.host_valid)
+            for key, c in enumerate(chunks)
+        ]
+        return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
+
+    def evict(self, chunk: Chunk) -> None:
+        """Starts a chunk's way off the device; what is out of date there just goes."""
+        if chunk.kind == "param":
+            self.data.notice_writes(chunk.index)
+            self.data.unbind(chunk.index)
+        if not chunk.device_valid and chunk.move is None:
+            self.store.drop(chunk, "device")
+            return
+        if self.store.near == "host" and not chunk.host_valid and not chunk.ssd_valid:
+            self.make_for(chunk, "host")
+        self.store.evict(chunk)
+
+    # -- the host -------------------------------------------------------------------------------------
+
+    def _make_on_host(self, needed: int) -> None:
+        """Frees host memory where there is SSD: copies of parameters that are elsewhere, then parameters themselves,
+        those of the farthest next use first. What is short after that, the reservation will say."""
+        if needed <= self.ledger.room("host"):
+            return
+        self._updater.collect()
+        for attempt in ("spare", "updates", "spill"):
+            for chunk in sorted(self._host_copies(), key=self._course.distance, reverse=True):
+                if needed <= self.ledger.room("host"):
+                    return
+                if chunk.ssd_valid or chunk.device_valid:
+                    self.store.drop(chunk, "host")
+                elif attempt == "spill" and self.store.ssd_space is not None:
+                    self.store.save(chunk)
+                    self.store.settle(chunk)
+            while attempt == "updates" and needed > self.ledger.room("host"):
+                if not self._updater.settle_oldest():
+                    break
+
+    def _host_copies(self) -> list[Chunk]:
+        """Of parameters, and left alone."""
+        return [
+            c
+            for c in self.store.chunks.values()
+            if c.kind == "param"
+            and c.host is not None
+            and c.move is None
+            and c.work is None
+            and c not in self._guarded
+        ]

@@ -1,0 +1,73 @@
+"""A session in the planner's terms: its shape, its settings, and what a plan is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ebbtide.config import Config
+from ebbtide.plan.execute import step_seconds
+from ebbtide.plan.job import Job
+from ebbtide.plan.machine import Machine
+from ebbtide.plan.place import Cost
+from ebbtide.plan.rates import Rates
+from ebbtide.plan.shape import ModelShape, Settings, update_bytes
+from ebbtide.run.model import ModelData
+from ebbtide.run.updates import Updates
+
+
+def shape_of(data: ModelData, updates: Updates) -> ModelShape:
+    count = range(len(data.layout.chunks))
+    states = tuple(sum(chunk.nbytes for chunk in updates.state_chunks(index)) for index in count)
+    params = tuple(data.parameter_chunk(index).nbytes for index in count)
+    grads = tuple(p if trained else 0 for p, trained in zip(params, data.trained, strict=True))
+    return ModelShape(data.run_chunks, tuple(place.chunk for place in data.places), params, grads, states)
+
+
+def settings_of(config: Config, budget: Callable[[str], int]) -> Settings:
+    """`budget` by tier."""
+    return Settings(
+        budget("device"),
+        budget("host"),
+        config.placement,
+        config.eviction,
+        config.prefetch,
+        config.accumulate,
+        config.updates == "in-backward",
+        config.resolved_master == "separate"
+        and config.accumulate == 1
+        and config.updates == "exact"
+        and config.placement != "static",
+        ssd=budget("ssd"),
+        waiting_width=config.waiting_width,
+        max_staleness=config.max_staleness,
+    )
+
+
+def cost_of(
+    config: Config, shape: ModelShape, settings: Settings, data: ModelData, updates: Updates
+) -> Cost | None:
+    """Seconds on the machine that is described, else none: then plans compete by the bytes that they move."""
+    if not config.machine:
+        return None
+    rates = Rates(Machine.read(config.machine))
+    volume = update_bytes(shape, config.resolved_master)
+    kept = updates.kept.always or updates.kept.where_planned
+    captured = () if kept else tuple(_gradient_bytes(data))
+    return lambda plan: step_seconds(
+        Job(
+            shape,
+            plan,
+            settings,
+            rates,
+            volume,
+            captured,
+            blocking=not settings.prefetch,
+            lock_free=settings.lock_free,
+            max_staleness=config.max_staleness,
+        )
+    )
+
+
+def _gradient_bytes(data: ModelData) -> Iterator[int]:
+    for place in data.places:
+        yield place.numel * data.parameter_chunk(place.chunk).dtype.itemsize
