@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
 --model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
 --layout --chunk-size --placement --eviction --prefetch --updates --max-staleness --checkpoint-activations
---offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --json
+--offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --save-every
+--keep --resume --json
 """
 PROMISED = {
     "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",
@@ -319,3 +323,120 @@ assert os.environ["OMP_WAIT_POLICY"] == "passive"
 """
     done = _process("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+SAME = ("steps", "losses", "final_loss", "weights_sha256", "params", "skipped_steps")
+
+
+def test_a_run_goes_on_where_it_was(train: Command, small: str, tmp_path: Path) -> None:
+    flags = (
+        "--model",
+        small,
+        "--steps",
+        "6",
+        "--schedule",
+        "cosine",
+        "--eval-every",
+        "2",
+        "--clip",
+        "1.0",
+        "--json",
+    )
+    whole = train.json(*flags)
+    out = tmp_path / "run"
+    every = (*flags, "--out", str(out), "--save-every", "2", "--keep", "3", "--resume", "auto")
+    first = train.json(*every)  # nothing to resume yet: a fresh start
+    assert {key: first[key] for key in SAME} == {key: whole[key] for key in SAME}
+    folder = out / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", *(f"step-{n:08d}" for n in (2, 4, 6))]
+    metrics = (out / "metrics.jsonl").read_text()
+    assert train.json(*every) == first  # it is done
+    shutil.rmtree(folder / "step-00000006")  # as if it had been killed after the fifth step
+    again = train.json(*every)
+    assert {key: again[key] for key in SAME} == {key: whole[key] for key in SAME}
+    assert again["valid_loss"] == whole["valid_loss"]
+    lines = [
+        [json.loads(line) for line in text.splitlines()]
+        for text in (metrics, (out / "metrics.jsonl").read_text())
+    ]
+    for one, other in zip(*lines, strict=True):
+        assert one["number"] == other["number"] and one["loss"] == other["loss"] and one["lr"] == other["lr"]
+    elsewhere = train.json(*flags, "--resume", str(folder / "step-00000004"))
+    assert {key: elsewhere[key] for key in SAME} == {key: whole[key] for key in SAME}
+
+
+def test_resuming_with_other_settings_says_so(train: Command, small: str, tmp_path: Path) -> None:
+    flags = ("--model", small, "--out", str(tmp_path), "--save-every", "1", "--resume", "auto")
+    train.json(*flags, "--steps", "2")
+    status, out, err = train(*flags, "--steps", "3", "--seed", "5", "--json")
+    assert status == 0 and "--seed was 0" in err and "--steps was 2" in err
+    assert json.loads(out.splitlines()[-1])["steps"] == 3
+
+
+def test_bad_checkpoint_flags(train: Command, small: str, tmp_path: Path) -> None:
+    for flags, said in (
+        (("--save-every", "2"), "--out"),
+        (("--resume", "auto"), "--out"),
+        (("--save-every", "-1", "--out", str(tmp_path)), "--save-every"),
+        (("--keep", "0", "--save-every", "1", "--out", str(tmp_path)), "--keep"),
+        (("--resume", str(tmp_path / "none")), "is not there"),
+    ):
+        status, _, err = train("--model", small, *flags)
+        assert status == 2 and said in err and err.count("\n") == 1, err
+
+
+def test_a_checkpoint_of_another_model(train: Command, small: str, tmp_path: Path) -> None:
+    flags = ("--out", str(tmp_path), "--save-every", "1", "--resume", "auto", "--steps", "1")
+    assert train("--model", small, *flags)[0] == 0
+    status, _, err = train("--model", "llama-tiny", *flags)
+    assert status == 2 and "another model" in err
+
+
+def test_told_to_end_it_saves_and_can_go_on(small: str, text: str, tmp_path: Path) -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "ebbtide",
+        "train",
+        "--model",
+        small,
+        "--data",
+        text,
+        "--seq",
+        "32",
+        "--json",
+    ]
+    arguments += [
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+        "--save-every",
+        "100000",
+        "--resume",
+        "auto",
+    ]
+    run_ = subprocess.Popen(
+        [*arguments, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert time.monotonic() < deadline and run_.poll() is None
+            time.sleep(0.05)
+        run_.send_signal(signal.SIGTERM)
+        out, err = run_.communicate(timeout=60)
+    finally:
+        run_.kill()
+    assert run_.returncode == 0, err
+    result = json.loads(out.splitlines()[-1])
+    done = result["steps"]
+    assert 3 < done < 100000 and [p.name for p in (tmp_path / "run/checkpoints").glob("step*")] == [
+        f"step-{done:08d}"
+    ]
+    more = subprocess.run([*arguments, "--steps", str(done + 2)], capture_output=True, text=True, check=True)
+    after = json.loads(more.stdout.splitlines()[-1])
+    assert after["steps"] == done + 2 and after["losses"][:done] == result["losses"]

@@ -18,12 +18,14 @@ from ebbtide.config import Config
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, nearest
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
+from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import Choice, choose, refuse_nowhere, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
-from ebbtide.state import values
+from ebbtide.state import checkpoint, resume, values
+from ebbtide.state.folders import Run, find
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.start import Start
 from ebbtide.state.weights import WeightFiles
@@ -312,7 +314,7 @@ class Engine:
         broken = self._broken or self._open().executor.updater.failed
         if broken:
             raise StateError(
-                f"the engine is partially stepped: {broken}. Load weights with load_state_dict()"
+                f"the engine is partially stepped: {broken}. Load a checkpoint, or weights with load_state_dict()"
             )
 
     # -- values ---------------------------------------------------------------------------------------
@@ -399,6 +401,53 @@ class Engine:
             value = values.load(session, name).contiguous()
             digest.update(value.view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, state: Any = None, *, keep: int | None = None) -> Path:
+        """Writes a checkpoint into the folder `path` of a run, and returns its own folder: all that this engine needs to
+        go on, random numbers included. `state` is whatever else the run needs (a scheduler's state_dict, the place in
+        the data): numbers, strings, tensors, lists and dicts; `load` returns it. With `keep`, only the newest so many
+        stay."""
+        self._check()
+        if keep is not None and keep < 1:
+            raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
+        session = self._session
+        if session.micro:
+            raise StateError(
+                "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
+            )
+        session.reclaim()
+        session.drain()
+        facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
+        run = Run(path)
+        with run.writing(self.steps) as (partial, target):
+            checkpoint.write(session, partial, facts, {"user": state, "random": resume.random_state()})
+        if keep is not None:
+            run.keep(keep)
+        return target
+
+    def load(self, path: str | Path) -> Any:
+        """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
+        model and the param groups are to be the same; budgets, layout, master and device may be others."""
+        session, folder = self._open(), find(path)
+        groups = self.optimizer.param_groups
+
+        def begin(facts: Mapping[str, Any]) -> None:
+            resume.check(session, groups, facts)
+            session.executor.updater.drop()
+            if session.course.phase != IDLE:
+                session.abandon()
+            self._clear()
+            session.drain()
+            self._broken = f"loading '{folder}' ended half-way"
+
+        facts, state = checkpoint.read(session, folder, begin)
+        self.steps = resume.restore(session, groups, self._scaler, facts)
+        session.updates.regroup(groups)
+        resume.restore_random(state["random"])
+        self._mend()
+        return state["user"]
 
     # -- facts ----------------------------------------------------------------------------------------
 

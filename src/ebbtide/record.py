@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 FORWARD, BACKWARD, GRADIENT, UPDATE = range(4)
 PHASES = ("forward", "backward", "gradient", "update")
@@ -103,6 +105,23 @@ class Record:
     @property
     def peak(self) -> int:
         return max((moment.peak for moment in self.moments), default=self.fixed)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(data: Mapping[str, Any]) -> Record:
+        def moment(row: Mapping[str, Any]) -> Moment:
+            return Moment(**{**row, "work": tuple(Work(**work) for work in row["work"])})
+
+        parts = {
+            "moments": tuple(map(moment, data["moments"])),
+            "accesses": tuple(Access(**row) for row in data["accesses"]),
+            "arrivals": tuple(Arrival(**row) for row in data["arrivals"]),
+            "saved": tuple(Saved(**row) for row in data["saved"]),
+        }
+        return Record(**{**data, **parts})
 
     def carrying(self, count: int) -> Record:
         """The same trace where `count` bytes of the iteration before (outputs that the loop still holds)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -153,14 +154,13 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
     try:
         for _ in range(WARM_UP):
             ours.step()
-        ours.engine.synchronize()
-        before = _moved(ours.engine.stats())
         ours.step()  # what each step leaves to be done beside the next one, those that are timed find, too
-        seconds = []
+        seconds, moved = [], [_moved(ours.engine.stats())]
         for _ in range(repeats):
             start = time.perf_counter()
             ours.step()
             seconds.append(time.perf_counter() - start)
+            moved.append(_moved(ours.engine.stats()))
         ours.engine.synchronize()
         stats = ours.engine.stats()
         on_ssd = ours.engine._session.ledger.reserved["ssd"]
@@ -168,7 +168,8 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
         ours.close()
     return {
         "step_seconds": statistics.median(seconds),
-        "moved_bytes": (_moved(stats) - before) // (repeats + 1),
+        # A move at the border of two steps is counted in either of them: the median step has what each has.
+        "moved_bytes": statistics.median_low(after - before for before, after in pairwise(moved)),
         "device_peak_bytes": stats["peak_bytes"]["device"],
         "host_peak_bytes": stats["peak_bytes"]["host"],
         # What was on SSD before the first plan was made has gone since; what steps send there keeps its place.

@@ -67,6 +67,9 @@ class Training:
             keep_freed_memory()
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
+        self._ended = False
+        self.resumed = 0
+        """Steps of the history that another process took."""
 
     def _validation(self) -> Batches:
         try:
@@ -80,11 +83,18 @@ class Training:
     # -- steps ----------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Trains; what is yielded has been updated (and evaluated, where it was its turn)."""
-        for number in range(1, self.task.steps + 1):
+        """Trains, from where the history ends; what is yielded has been updated (and evaluated, where it was its
+        turn)."""
+        for number in range(len(self.history) + 1, self.task.steps + 1):
             step = self._step(number)
             self.history.append(step)
             yield step
+            if self._ended:
+                return
+
+    def end(self) -> None:
+        """After the step that is under way."""
+        self._ended = True
 
     def _step(self, number: int) -> Step:
         begin = time.perf_counter()
@@ -179,7 +189,7 @@ class Training:
         """What was written to SSD in a step, and how long the disks last at that."""
         if not stats.get("ssd"):
             return {}
-        written = stats["ssd"]["write_bytes"] / len(self.history)
+        written = stats["ssd"]["write_bytes"] / max(1, len(self.history) - self.resumed)
         days = days_left(self.config.ssd.endurance, written, self.step_seconds)
         return {"ssd_write_bytes_per_step": round(written), **({"endurance_days": days} if days else {})}
 

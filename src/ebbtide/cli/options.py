@@ -48,6 +48,9 @@ class Task:
     schedule: str = "constant"
     eval_every: int = 0
     checkpoint_activations: bool = False
+    save_every: int = 0
+    keep: int = 2
+    """Checkpoints."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
@@ -59,6 +62,8 @@ class Task:
         if self.data == "":
             raise ConfigError("--data: expected a text file or folder, found an empty path")
         at_least("--eval-every", self.eval_every, 0)
+        at_least("--save-every", self.save_every, 0)
+        at_least("--keep", self.keep, 1)
         one_of("--schedule", self.schedule, SCHEDULES)
 
 

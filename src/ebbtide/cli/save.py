@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -16,8 +17,11 @@ from ebbtide.cli.loop import Step, Training
 class Metrics:
     """`metrics.jsonl`, a line for each step; nothing without a folder."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, before: Iterable[Step] = ()) -> None:
+        """`before`: the steps that a run which goes on has behind it."""
         self._file: IO[str] | None = None if folder is None else (folder / "metrics.jsonl").open("w")
+        for step in before:
+            self.add(step)
 
     def __enter__(self) -> Metrics:
         return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -62,10 +63,22 @@ def train(
         Path | None, Option(help="Settings in TOML or JSON; a flag overrides its setting.")
     ] = None,
     out: Annotated[Path | None, Option(help="Folder for metrics and the trained weights.")] = None,
+    save_every: Annotated[int, Option(help="Steps between checkpoints, in --out; 0: none.")] = 0,
+    keep: Annotated[int, Option(help="Checkpoints that stay, the newest.")] = 2,
+    resume: Annotated[
+        str | None,
+        Option(
+            help="auto: from the newest checkpoint in --out, if there is one; or the folder of a checkpoint."
+        ),
+    ] = None,
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Train a model within memory budgets."""
-    task = Task(model, data, steps, batch, seq, seed, schedule, eval_every, checkpoint_activations)
+    task = Task(
+        model, data, steps, batch, seq, seed, schedule, eval_every, checkpoint_activations, save_every, keep
+    )
+    if out is None and (save_every or resume == "auto"):
+        raise ConfigError("--save-every and --resume auto: expected --out FOLDER, where checkpoints are")
     settings = configure(
         config,
         {
@@ -96,8 +109,7 @@ def train(
         _open_folder(out)
     training = Training(task, settings)
     try:
-        _run(training, out, quiet=json)
-        result = training.summary()
+        result = _run(training, out, resume, quiet=json)
     finally:
         training.close()
     (print_json if json else print_result)(result)
@@ -115,12 +127,25 @@ def _open_folder(out: Path) -> None:
         ) from None
 
 
-def _run(training: Training, out: Path | None, quiet: bool) -> None:
+def _run(training: Training, out: Path | None, resume: str | None, quiet: bool) -> dict[str, Any]:
+    """What training came to."""
+    from ebbtide.cli.checkpoints import Checkpoints
     from ebbtide.cli.output import with_progress
     from ebbtide.cli.save import Metrics, save_model
 
-    with Metrics(out) as metrics:
+    checkpoints = Checkpoints(training, out or Path())
+    before = checkpoints.resume(resume) if resume is not None else None
+    if before is not None:
+        return before
+    saving = out is not None and training.task.save_every > 0
+    with Metrics(out, training.history) as metrics, checkpoints.told_to_end() if saving else nullcontext():
         for step in with_progress(training, quiet):
             metrics.add(step)
+            if saving:
+                checkpoints.after(step.number)
+    result = training.summary()
+    if saving:
+        checkpoints.save(result if len(training.history) == training.task.steps else None)
     if out is not None:
         save_model(training, out)
+    return result

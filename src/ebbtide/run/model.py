@@ -8,7 +8,7 @@ costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -243,29 +243,18 @@ class ModelData:
                 copies.append((chunk, next(t for t in ("host", "device", "ssd") if chunk.valid_on(t))))
         return copies
 
-    def _rows(self, member: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """The parameter's elements in all its copies; what is on SSD is read."""
-        place = self.places[member]
-        parts: list[Slices] = [
-            [(0, self.store.peek(chunk, place.offset, place.numel))]
-            if tier == "ssd"
-            else list(chunk.slices(tier, place.offset, place.numel))
-            for chunk, tier in self._copies(member)
-        ]
-        return cut(parts, place.numel)
-
-    def store_value(self, member: int, value: torch.Tensor, kernels: Kernels) -> None:
-        """Writes a parameter's value (dense, in storage order) into parameter and master, where they are."""
-        place = self.places[member]
+    def store_value(self, member: int, value: torch.Tensor, kernels: Kernels, first: int = 0) -> None:
+        """Writes a parameter's value (dense, in storage order), or its elements from `first` on, into parameter and
+        master, where they are."""
+        place, count = self.places[member], value.numel()
+        offset = place.offset + first
         copies = self._copies(member)
-        changed = {
-            chunk: torch.empty(place.numel, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"
-        }
+        changed = {chunk: torch.empty(count, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"}
         parts: list[Slices] = [
-            [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, place.offset, place.numel))
+            [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, offset, count))
             for chunk, tier in copies
         ]
-        for start, row in cut(parts, place.numel):
+        for start, row in cut(parts, count):
             part = value[start : start + row[0].numel()]
             if len(row) == 1:
                 row[0].copy_(part)
@@ -276,7 +265,7 @@ class ModelData:
                 if piece is not value_there:
                     piece.copy_(value_there)
         for chunk, flat in changed.items():
-            self.store.poke(chunk, place.offset, flat)
+            self.store.poke(chunk, offset, flat)
         for chunk, tier in copies:
             self.store.written(chunk, tier)
         if changed:
@@ -285,11 +274,22 @@ class ModelData:
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""
         place = self.places[member]
-        flat = torch.empty(place.numel, dtype=torch.float32)
-        for start, row in self._rows(member):
+        return self.load_range(member, 0, place.numel, kernels).as_strided(place.shape, place.stride)
+
+    def load_range(self, member: int, first: int, count: int, kernels: Kernels) -> torch.Tensor:
+        """Elements [first, first + count) of it, in storage order; what is on SSD is read."""
+        offset = self.places[member].offset + first
+        parts: list[Slices] = [
+            [(0, self.store.peek(chunk, offset, count))]
+            if tier == "ssd"
+            else list(chunk.slices(tier, offset, count))
+            for chunk, tier in self._copies(member)
+        ]
+        flat = torch.empty(count, dtype=torch.float32)
+        for start, row in cut(parts, count):
             target = flat[start : start + row[0].numel()]
             target.copy_(row[0] if len(row) == 1 else kernels.join(row[0].cpu(), row[1].cpu()))
-        return flat.as_strided(place.shape, place.stride)
+        return flat
 
 
 def refuse_parameter(name: str, parameter: torch.Tensor) -> None:

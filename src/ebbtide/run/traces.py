@@ -55,6 +55,16 @@ class Traces:
             self._known.popitem(last=False)
         return known
 
+    def records(self) -> list[Record]:
+        """Those of real iterations, the least recently used first."""
+        return [known.record for known in self._known.values() if known.record.source == "live"]
+
+    def recall(self, record: Record) -> None:
+        """One of an earlier run, of the same model."""
+        if self.offload == OFF or record.saved:
+            self.learn(record)
+            self.count -= 1
+
     def plan(self, known: Known) -> Plan:
         if known.plan is None:
             known.plan = self._make(known.record)

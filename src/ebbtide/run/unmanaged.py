@@ -49,7 +49,7 @@ class Unmanaged:
                 master = dense(value).to(self._device(name), torch.float32, copy=True)
                 self.masters[name] = master
                 flat = torch.empty_like(master, dtype=target)
-                self._kernels(name).split(master, flat, master)
+                self.kernels_of(name).split(master, flat, master)
                 parameter.data = flat.as_strided(value.shape, value.stride())
             else:
                 parameter.data = value.to(self._device(name), target)
@@ -69,7 +69,7 @@ class Unmanaged:
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name in self.hosted else self.device
 
-    def _kernels(self, name: str) -> Kernels:
+    def kernels_of(self, name: str) -> Kernels:
         return self.kernels["host" if name in self.hosted else "device"]
 
     def host_bytes(self, dtypes: Mapping[str, torch.dtype]) -> int:
@@ -96,7 +96,7 @@ class Unmanaged:
     def squares(self) -> dict[str, float]:
         """The sum of squares of each gradient that is there."""
         return {
-            name: float(self._kernels(name).sum_of_squares(_laid(p.grad, p)))
+            name: float(self.kernels_of(name).sum_of_squares(_laid(p.grad, p)))
             for name, p in self.parameters.items()
             if p.grad is not None
         }
@@ -110,18 +110,20 @@ class Unmanaged:
             group = group_of.get(id(parameter))
             if parameter.grad is None or group is None:
                 continue
-            if name not in self.states:
-                shape = (parameter.numel(),)
-                self.states[name] = tuple(
-                    torch.zeros(shape, device=self._device(name)) for _ in self.rule.states
-                )
+            self.open_states(name)
             self.steps[name] += 1
             coefficients = self.rule.coefficients(group, self.steps[name], scale)
             operands = Operands(
                 dense(parameter), _laid(parameter.grad, parameter), self.masters.get(name), self.states[name]
             )
-            self._kernels(name).update(self.rule, operands, coefficients)
+            self.kernels_of(name).update(self.rule, operands, coefficients)
         self.discard()
+
+    def open_states(self, name: str) -> None:
+        """Optimizer state of a parameter that had no update yet: zeros."""
+        if name not in self.states:
+            shape, device = (self.parameters[name].numel(),), self._device(name)
+            self.states[name] = tuple(torch.zeros(shape, device=device) for _ in self.rule.states)
 
     def discard(self) -> None:
         for parameter in self.parameters.values():

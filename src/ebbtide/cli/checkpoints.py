@@ -1,0 +1,81 @@
+"""A training run that outlives its process: checkpoints as it goes, one when it is told to end, and a way back in."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ebbtide.cli.loop import Step, Training
+from ebbtide.errors import ConfigError
+from ebbtide.state.folders import Run
+
+FOLDER = "checkpoints"
+AUTO = "auto"
+SAME = ("model", "data", "batch", "seq", "seed", "schedule", "steps")
+"""Of the task: with another value a run does not go on as it would have."""
+
+
+class Checkpoints:
+    def __init__(self, training: Training, out: Path) -> None:
+        self._training, self._folder = training, out / FOLDER
+        self._last = len(training.history)
+
+    def resume(self, wanted: str) -> dict[str, Any] | None:
+        """From the newest checkpoint of this run, where there is one, or from the one that is named. What the run had
+        come to, where it was at its end."""
+        folder = self._folder if wanted == AUTO else Path(wanted)
+        if wanted == AUTO and Run(folder).latest() is None:
+            return None
+        state = self._training.engine.load(folder)
+        try:
+            task, self._training.seconds = state["task"], dict(state["seconds"])
+            self._training.history = [Step(**row) for row in state["history"]]
+        except (TypeError, KeyError) as error:
+            raise ConfigError(
+                f"--resume: {folder} was not saved by `ebbtide train`; load it with engine.load()"
+            ) from error
+        self._last = self._training.resumed = len(self._training.history)
+        for name, value in asdict(self._training.task).items():
+            if name in SAME and task[name] != value:
+                print(f"ebbtide: --{name} was {task[name]!r} when the checkpoint was saved", file=sys.stderr)
+        result: dict[str, Any] | None = state["result"]
+        return result if result is not None and self._last >= self._training.task.steps else None
+
+    def after(self, number: int) -> None:
+        """A step is done."""
+        task = self._training.task
+        if number % task.save_every == 0 and number < task.steps:
+            self.save()
+
+    def save(self, result: dict[str, Any] | None = None) -> None:
+        """`result`: what the whole run came to."""
+        training = self._training
+        done = len(training.history)
+        if done == self._last and result is None:
+            return
+        state = {
+            "task": asdict(training.task),
+            "history": [asdict(step) for step in training.history],
+            "seconds": training.seconds,
+            "result": result,
+        }
+        training.engine.save(self._folder, state, keep=training.task.keep)
+        self._last = done
+
+    @contextmanager
+    def told_to_end(self) -> Iterator[None]:
+        """SIGTERM ends training after the step that is under way."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: self._training.end())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

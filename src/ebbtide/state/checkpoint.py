@@ -1,0 +1,236 @@
+"""Checkpoints: a session's values and whatever else a run needs to go on as if it had never stopped.
+
+torch.distributed.checkpoint brings the ranks together; the planners here say what each of them writes and reads,
+piece by piece, straight from where the values are and to where they belong.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import load as read_distributed
+from torch.distributed.checkpoint import save as write_distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from ebbtide.errors import ConfigError, nearest
+from ebbtide.run.model import dense
+from ebbtide.run.session import Session
+from ebbtide.state.parts import BUFFERS, WEIGHTS, Part, parts_of
+from ebbtide.state.shards import PIECE, ShardReader, ShardWriter, read_index
+
+FACTS, STATE = "facts", "state"
+
+
+def write(session: Session, folder: Path, facts: Mapping[str, Any], state: Any) -> None:
+    """`facts`: plain data of the engine's; `state`: the user's, whatever `torch.save` takes and gives back safely."""
+    parts = {part.key: part for part in parts_of(session) if part.numel}
+    described = {key: [list(part.shape), list(part.stride)] for key, part in parts.items()}
+    contents = {FACTS: json.dumps({**facts, "tensors": described}).encode(), STATE: _packed(state)}
+    with _alone():
+        write_distributed({}, storage_writer=ShardWriter(folder), planner=_Writing(parts, contents))
+
+
+def read(
+    session: Session, folder: Path, check: Callable[[Mapping[str, Any]], None]
+) -> tuple[dict[str, Any], Any]:
+    """Fills a session with what a checkpoint has, and returns its facts and the user's state. Nothing is changed until
+    `check` has accepted the facts, and all names and sizes are found right."""
+    metadata = read_index(folder)
+    contents = _read_contents(folder, metadata)
+    facts = json.loads(contents[FACTS])
+    state = torch.load(io.BytesIO(contents[STATE]), weights_only=True)
+    there = {part.key: part for part in parts_of(session) if part.numel}
+    _compare(folder, facts["tensors"], there)
+    check(facts)
+    parts = {part.key: part for part in parts_of(session, everything=True) if part.numel}
+    for key, part in there.items():
+        if key not in metadata.state_dict_metadata:  # state that no update had touched
+            for first, count in _pieces(part):
+                part.store(first, torch.zeros(count, dtype=part.dtype))
+    planner = _Reading(parts, facts["tensors"])
+    with _alone():
+        read_distributed({}, storage_reader=ShardReader(folder, metadata), planner=planner)
+    planner.finish()
+    return facts, state
+
+
+def _packed(state: Any) -> bytes:
+    """What comes back with `weights_only`, or a refusal now and not when it is wanted."""
+    content = io.BytesIO()
+    try:
+        torch.save(state, content)
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            "save: state is expected to be made of tensors, numbers, strings, lists, tuples and dicts, so that loading "
+            f"it runs no code of a file's; found something else ({type(error).__name__})"
+        ) from error
+    return content.getvalue()
+
+
+def _read_contents(folder: Path, metadata: Metadata) -> dict[str, bytes]:
+    reader, keys = ShardReader(folder, metadata), [FACTS, STATE]
+    found = reader.contents([MetadataIndex(key) for key in keys])
+    return {key: content.numpy().tobytes() for key, content in zip(keys, found, strict=True)}
+
+
+def _compare(folder: Path, stored: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Whether the checkpoint is one of this model."""
+    needed = {key for key in parts if key.split("/")[0] in (WEIGHTS, BUFFERS)}
+    had = {key for key in stored if key.split("/")[0] in (WEIGHTS, BUFFERS)}
+    for key in sorted(had - needed):
+        raise ConfigError(f"load: '{folder}' is of another model: it has {key!r}{nearest(key, needed)}")
+    for key in sorted(needed - had):
+        raise ConfigError(f"load: '{folder}' is of another model: {key!r} is missing{nearest(key, had)}")
+    for key in sorted(needed):
+        shape = tuple(stored[key][0])
+        if shape != parts[key].shape:
+            raise ConfigError(
+                f"load: '{folder}' is of another model: {key!r} has shape {shape}, expected {parts[key].shape}"
+            )
+
+
+def _pieces(part: Part) -> list[tuple[int, int]]:
+    most = PIECE // part.dtype.itemsize
+    return [(first, min(most, part.numel - first)) for first in range(0, part.numel, most)]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process, and errors as they were raised."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+        try:
+            yield
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
+
+
+class _Writing(SavePlanner):
+    def __init__(self, parts: Mapping[str, Part], contents: Mapping[str, bytes]) -> None:
+        self._parts, self._contents = parts, contents
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """All is known."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(len(content)))
+            for key, content in self._contents.items()
+        ]
+        for part in self._parts.values():
+            properties = TensorProperties(part.dtype)
+            for first, count in _pieces(part):
+                chunk = ChunkStorageMetadata(torch.Size([first]), torch.Size([count]))
+                data = TensorWriteData(chunk, properties, torch.Size([part.numel]))
+                index = MetadataIndex(part.key, [first])
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data, key = item.tensor_data, item.index.fqn
+            if data is None:
+                found[key] = BytesStorageMetadata()
+                continue
+            stored = found.setdefault(key, TensorStorageMetadata(data.properties, data.size, []))
+            assert isinstance(stored, TensorStorageMetadata)
+            stored.chunks.append(data.chunk)
+        return all_plans, Metadata(found)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data, key = write_item.tensor_data, write_item.index.fqn
+        if data is None:
+            return io.BytesIO(self._contents[key])
+        return self._parts[key].load(data.chunk.offsets[0], data.chunk.sizes[0])
+
+
+class _Reading(LoadPlanner):
+    """`described`: shape and strides that tensors were saved with."""
+
+    def __init__(self, parts: Mapping[str, Part], described: Mapping[str, Any]) -> None:
+        self._parts, self._described = parts, described
+        self._relaid: dict[str, torch.Tensor] = {}
+        """Tensors whose elements lie in another order here; they are stored when all of them are there."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self._stored = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for key in self._parts:
+            stored = self._stored.get(key)
+            for chunk in stored.chunks if isinstance(stored, TensorStorageMetadata) else ():
+                index, zero = MetadataIndex(key, chunk.offsets), torch.Size([0])
+                items.append(ReadItem(LoadItemType.TENSOR, index, chunk.offsets, index, zero, chunk.sizes))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("bytes are read before tensors")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        stored = self._stored[read_item.dest_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        return torch.empty(read_item.lengths[0], dtype=stored.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        key, first = read_item.dest_index.fqn, read_item.dest_offsets[0]
+        part = self._parts[key]
+        values = tensor.to(part.dtype)
+        if tuple(self._described[key][1]) == part.stride:
+            part.store(first, values)
+            return
+        whole = self._relaid.setdefault(key, torch.empty(part.numel, dtype=part.dtype))
+        whole[first : first + values.numel()] = values
+
+    def finish(self) -> None:
+        for key, whole in self._relaid.items():
+            part = self._parts[key]
+            laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype)
+            laid.copy_(whole.as_strided(part.shape, tuple(self._described[key][1])))
+            part.store(0, dense(laid))
+        self._relaid.clear()

@@ -1,0 +1,180 @@
+"""Checkpoints of a run, in one folder: each is complete, or it is not there.
+
+Note [complete or not there]: a checkpoint is written in a folder of another name, its files are synced, then it gets
+its name, and that is synced. `latest` is replaced after that, in the same way. Whoever is killed at any time leaves a
+folder with that other name, which is locked while its owner lives, and is removed by the next one who saves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ebbtide.errors import ConfigError, DiskError
+
+LATEST = "latest"
+INDEX = "index.json"
+NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
+
+
+class Run:
+    """The folder that holds a run's checkpoints."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def complete(self) -> list[Path]:
+        """The oldest first."""
+        found = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for entry in self.path.iterdir():
+                name = NAME.fullmatch(entry.name)
+                if name and (entry / INDEX).is_file():
+                    found.append((int(name[1]), int(name[2] or 0), entry))
+        return [entry for _, _, entry in sorted(found)]
+
+    def latest(self) -> Path | None:
+        """What `latest` names; where that is gone, the newest one that is there."""
+        with suppress(OSError, UnicodeDecodeError):
+            named = self.path / (self.path / LATEST).read_text().strip()
+            if NAME.fullmatch(named.name) and (named / INDEX).is_file():
+                return named
+        found = self.complete()
+        return found[-1] if found else None
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[tuple[Path, Path]]:
+        """(where to write, the name that it will have); named and made the latest at the end, gone if that fails."""
+        self._make()
+        partial, lock = self._begin()
+        try:
+            yield partial, (target := self._free_name(step))
+            sync(partial)
+            os.rename(partial, target)
+            sync(self.path)
+            self._point_to(target)
+        except OSError as error:
+            raise DiskError(
+                f"{error.filename or partial}: the checkpoint of step {step} could not be written: "
+                f"{error.strerror or error}; those that were there are as they were",
+                file=str(error.filename or partial),
+            ) from error
+        finally:
+            os.close(lock)
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(13, os.strerror(13))
+        except OSError as error:
+            raise ConfigError(
+                f"save: '{self.path}' cannot be written to ({error.strerror}); choose a folder that can"
+            ) from error
+
+    def _begin(self) -> tuple[Path, int]:
+        """A folder that is ours while we live: nobody else looks before it is locked."""
+        everybody = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(everybody, fcntl.LOCK_EX)
+            self._clean()
+            partial = self.path / f".partial-{secrets.token_hex(6)}"
+            partial.mkdir()
+            lock = os.open(partial, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return partial, lock
+        finally:
+            os.close(everybody)
+
+    def _free_name(self, step: int) -> Path:
+        target, number = self.path / f"step-{step:08d}", 0
+        while target.exists():
+            number += 1
+            target = self.path / f"step-{step:08d}-{number}"
+        return target
+
+    def _point_to(self, target: Path) -> None:
+        aside = self.path / f".{LATEST}-{secrets.token_hex(6)}"
+        try:
+            write_synced(aside, f"{target.name}\n".encode())
+            os.replace(aside, self.path / LATEST)
+        finally:
+            aside.unlink(missing_ok=True)
+        sync(self.path)
+
+    def _clean(self) -> None:
+        """Removes what those left who were killed, see Note [complete or not there]."""
+        for entry in self.path.iterdir():
+            if PARTIAL.fullmatch(entry.name) and not _is_locked(entry):
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def keep(self, count: int) -> None:
+        """Removes all but the newest `count`; never the latest."""
+        latest = self.latest()
+        for old in self.complete()[:-count]:
+            if old == latest:
+                continue
+            # First it loses its name: half of a checkpoint is never taken for a whole one.
+            gone = self.path / f".partial-{secrets.token_hex(6)}"
+            with suppress(OSError):
+                os.rename(old, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that a path means: one, or the latest of a run."""
+    path = Path(path)
+    if (path / INDEX).is_file():
+        return path
+    found = Run(path).latest()
+    if found is None:
+        what = (
+            "has no complete checkpoint"
+            if path.is_dir()
+            else "is no folder"
+            if path.exists()
+            else "is not there"
+        )
+        raise ConfigError(
+            f"load: '{path}' {what}; expected a checkpoint, or a folder that engine.save() wrote to"
+        )
+    return found
+
+
+def sync(path: Path) -> None:
+    """The entries of a folder, or the content of a file."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_locked(partial: Path) -> bool:
+    """Whether the one who writes there lives."""
+    try:
+        number = os.open(partial, os.O_RDONLY)
+    except OSError:
+        return True  # gone, or not ours
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(number)
+    return False

@@ -1,0 +1,147 @@
+"""A session's values as flat tensors by key, read and written in ranges: what a checkpoint holds.
+
+Keys say what and whose: `weights/NAME` in master precision, `exp_avg/NAME` and the like for optimizer state,
+`buffers/NAME`. A tensor's elements are in storage order. None of this depends on layout, chunk size, tiers or
+the form of the master. State that no update has touched is all zeros and has no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ebbtide.memory.chunk import Chunk
+from ebbtide.run.model import dense
+from ebbtide.run.session import Session
+from ebbtide.state.values import persistent_buffers
+
+WEIGHTS, BUFFERS = "weights", "buffers"
+
+
+@dataclass(frozen=True)
+class Part:
+    key: str
+    numel: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    load: Callable[[int, int], torch.Tensor]
+    """(first element, elements): a flat tensor on the host."""
+    store: Callable[[int, torch.Tensor], None]
+    """(first element, flat values)."""
+
+
+def parts_of(session: Session, everything: bool = False) -> Iterator[Part]:
+    """In the order of the chunks. With `everything`, state that was never written, too, for values that may come."""
+    for index, members in enumerate(session.data.members):
+        states = [chunk for chunk in session.updates.state_chunks(index) if chunk.kind != "master"]
+        for member in members:
+            yield _weights(session, member)
+            for chunk in states:
+                if everything or not chunk.free:
+                    yield _state(session, member, chunk)
+    yield from _unmanaged(session, everything)
+    for name, buffer in persistent_buffers(session.module):
+        yield _of_tensor(f"{BUFFERS}/{name}", buffer)
+
+
+def _weights(session: Session, member: int) -> Part:
+    data, kernels = session.data, session.updates.kernels["host"]
+    place = data.places[member]
+    has_master = ("master", place.chunk) in session.store.chunks
+    dtype = torch.float32 if has_master else data.parameter_chunk(place.chunk).dtype
+
+    def load(first: int, count: int) -> torch.Tensor:
+        return data.load_range(member, first, count, kernels).to(dtype)
+
+    def store(first: int, values: torch.Tensor) -> None:
+        data.store_value(member, values, kernels, first)
+        param = data.parameter_chunk(place.chunk)
+        if not param.device_valid:
+            session.places.leave_stale(param)
+
+    return Part(f"{WEIGHTS}/{place.name}", place.numel, dtype, place.shape, place.stride, load, store)
+
+
+def _state(session: Session, member: int, chunk: Chunk) -> Part:
+    place, space = session.data.places[member], session.store
+
+    def load(first: int, count: int) -> torch.Tensor:
+        space.settle(chunk, host=True)
+        offset, tier = place.offset + first, _tier(chunk)
+        if tier == "ssd":
+            return space.peek(chunk, offset, count)
+        flat = torch.empty(count, dtype=chunk.dtype)
+        for start, piece in chunk.slices(tier, offset, count):
+            flat[start : start + piece.numel()].copy_(piece)
+        return flat
+
+    def store(first: int, values: torch.Tensor) -> None:
+        if chunk.free:
+            session.updates.chunks.open_states(place.chunk)
+        space.settle(chunk, host=True)
+        offset, tier = place.offset + first, session.updates.homes[place.chunk]
+        if tier == "ssd":
+            chunk.mark("ssd", True)
+            space.poke(chunk, offset, values)
+            session.streaming.note(place.chunk)
+            return
+        tier = _tier(chunk)
+        for start, piece in chunk.slices(tier, offset, values.numel()):
+            piece.copy_(values[start : start + piece.numel()])
+        space.written(chunk, tier)
+
+    key = f"{chunk.kind}/{place.name}"
+    return Part(key, place.numel, chunk.dtype, place.shape, place.stride, load, store)
+
+
+def _tier(chunk: Chunk) -> str:
+    return next(tier for tier in ("host", "device", "ssd") if chunk.valid_on(tier))
+
+
+def _unmanaged(session: Session, everything: bool) -> Iterator[Part]:
+    unmanaged = session.unmanaged
+    for name, parameter in unmanaged.parameters.items():
+        master = unmanaged.masters.get(name)
+        value = parameter.detach()
+        if master is None:
+            yield _of_tensor(f"{WEIGHTS}/{name}", value)
+        else:
+            yield _with_master(session, name, master, value)
+        if everything and parameter.requires_grad:
+            unmanaged.open_states(name)
+        for kind, state in zip(unmanaged.rule.states, unmanaged.states.get(name, ()), strict=False):
+            yield _of_tensor(f"{kind}/{name}", state.as_strided(value.shape, value.stride()))
+
+
+def _with_master(session: Session, name: str, master: torch.Tensor, value: torch.Tensor) -> Part:
+    flat = dense(value)
+
+    def load(first: int, count: int) -> torch.Tensor:
+        return master[first : first + count].cpu()
+
+    def store(first: int, values: torch.Tensor) -> None:
+        there = values.to(master.device)
+        target, kept = (flat[first : first + values.numel()], master[first : first + values.numel()])
+        kept.copy_(there)
+        session.unmanaged.kernels_of(name).split(kept, target, kept)
+
+    key = f"{WEIGHTS}/{name}"
+    return Part(key, flat.numel(), master.dtype, tuple(value.shape), tuple(value.stride()), load, store)
+
+
+def _of_tensor(key: str, tensor: torch.Tensor) -> Part:
+    """Of one that lies by itself."""
+
+    def flat() -> torch.Tensor:
+        return dense(tensor)
+
+    def load(first: int, count: int) -> torch.Tensor:
+        return flat()[first : first + count].cpu()
+
+    def store(first: int, values: torch.Tensor) -> None:
+        flat()[first : first + values.numel()].copy_(values)
+
+    return Part(key, tensor.numel(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), load, store)

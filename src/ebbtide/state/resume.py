@@ -1,0 +1,99 @@
+"""What a run needs beside its values to go on as if it had never stopped.
+
+Optimizer settings, step counts, the loss scale, random numbers, traces: plain data, said and taken back here.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ebbtide.errors import ConfigError
+from ebbtide.record import Record
+from ebbtide.run.scaler import LossScaler
+from ebbtide.run.session import Session
+
+Groups = Sequence[dict[str, Any]]
+
+
+def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps: int) -> dict[str, Any]:
+    """As JSON takes it."""
+    updates, data = session.updates, session.data
+    return {
+        "steps": steps,
+        "counts": dict(zip(data.names, updates.steps.counts, strict=True)) | session.unmanaged.steps,
+        "groups": [_group(session, group) for group in groups],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "device": session.backend.kind,
+        "traces": [record.plain() for record in session.traces.records()],
+    }
+
+
+def _group(session: Session, group: Mapping[str, Any]) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in session.module.named_parameters()}
+    settings = {
+        key: float(value) if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {"params": [names[id(parameter)] for parameter in group["params"]], "settings": settings}
+
+
+def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose optimizer had other groups."""
+    found, expected = facts["groups"], [_group(session, group) for group in groups]
+    if len(found) != len(expected):
+        raise ConfigError(
+            f"load: the checkpoint has {len(found)} param_groups, expected {len(expected)}; pass the same to "
+            "initialize()"
+        )
+    for place, (saved, own) in enumerate(zip(found, expected, strict=True)):
+        odd = sorted(set(saved["params"]) ^ set(own["params"]))
+        if odd:
+            where = "the checkpoint" if odd[0] in saved["params"] else "the engine"
+            raise ConfigError(
+                f"load: param_groups[{place}]: {odd[0]!r} is in {where} only; pass the same groups to initialize()"
+            )
+
+
+def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: Mapping[str, Any]) -> int:
+    """Takes the facts over, and returns the number of steps."""
+    counts = facts["counts"]
+    session.updates.steps.counts[:] = [counts[name] for name in session.data.names]
+    session.unmanaged.steps.update({name: counts[name] for name in session.unmanaged.steps})
+    for group, saved in zip(groups, facts["groups"], strict=True):
+        for key, value in saved["settings"].items():
+            group[key] = tuple(value) if isinstance(value, list) else value
+    if scaler is not None and facts["scaler"] is not None:
+        scaler.load_state_dict(facts["scaler"])
+    if facts["device"] == session.backend.kind:
+        for plain in facts["traces"]:
+            session.traces.recall(Record.from_plain(plain))
+    return int(facts["steps"])
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that a training loop draws from."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = [name, torch.tensor(keys.tolist()), *rest]
+    return found
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers), following))
+    if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, keys, *rest = state["numpy"]
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((name, numpy.array(keys.tolist(), dtype="uint32"), *rest))

@@ -1,0 +1,403 @@
+"""Checkpoints: what was saved goes on bit for bit, whatever the memory is like; and nothing is ever half there."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+import reference
+import zoo
+from ebbtide.errors import ConfigError, DiskError, IntegrityError, StateError
+from ebbtide.state import shards
+from ebbtide.state.folders import Run
+from harness import LR, batch_of, config_of, facts
+
+HALF, WHOLE = 3, 6
+TIERS = ("all", "host", "ssd-host", "ssd")
+
+
+def tiers(name: str, where: str, folder: Path, base: dict[str, Any]) -> dict[str, Any]:
+    """Budgets that leave state on the device, the host, SSD beside a host, SSD beside RAM."""
+    if where == "all":
+        return base
+    peak, model_data, params = facts(name, "none", base)
+    ssd = {"folder": str(folder), "memory": 2 * model_data + (8 << 20)}
+    folder.mkdir(parents=True, exist_ok=True)
+    if where == "host":
+        return base | {"device": {**base["device"], "memory": peak + model_data // 4}}
+    if where == "ssd-host":
+        room = {"device": {**base["device"], "memory": peak + model_data // 4}}
+        return base | room | {"host": {"memory": params * 3 + (2 << 20)}, "ssd": ssd}
+    memory = peak + 2 * params + model_data // 5 + (1 << 20)
+    return base | {"device": {**base["device"], "memory": memory}, "host": {"memory": 0}, "ssd": ssd}
+
+
+def start(name: str, config: dict[str, Any], **kwargs: Any) -> ebbtide.Engine:
+    return ebbtide.initialize(zoo.build(name, **kwargs), config)
+
+
+def train(engine: ebbtide.Engine, name: str, first: int, last: int, accumulate: int = 1) -> list[float]:
+    dtype = reference.ROUND[engine.config.precision]
+    losses = []
+    for step in range(first * accumulate, last * accumulate):
+        loss = engine(**batch_of(name, step, dtype, engine.device)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.check_integrity()
+    return losses
+
+
+def straight(name: str, config: dict[str, Any]) -> tuple[str, list[float]]:
+    engine = start(name, config)
+    try:
+        losses = train(engine, name, 0, WHOLE)
+        return engine.weights_sha256(), losses
+    finally:
+        engine.close()
+
+
+def resumed(
+    name: str, before: dict[str, Any], after: dict[str, Any], folder: Path
+) -> tuple[str, list[float]]:
+    """Half of the steps, a checkpoint, and the rest in an engine that began with other weights."""
+    engine = start(name, before)
+    try:
+        train(engine, name, 0, HALF)
+        engine.save(folder, {"next": HALF})
+        saved = engine.weights_sha256()
+    finally:
+        engine.close()
+    engine = start(name, after, seed=7)
+    try:
+        state = engine.load(folder)
+        assert engine.steps == state["next"] == HALF
+        assert engine.weights_sha256() == saved
+        losses = train(engine, name, HALF, WHOLE)
+        return engine.weights_sha256(), losses
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("where", TIERS)
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_goes_on_bit_for_bit(name: str, where: str, folder: Path) -> None:
+    config = tiers(name, where, folder / "ssd", config_of())
+    sha, losses = straight(name, config_of())
+    found, rest = resumed(name, config, config, folder / "run")
+    assert found == sha and rest == losses[HALF:]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"layout": "page"}),
+        ({"layout": "tensor"}, {}),
+        ({}, {"master": "separate"}),
+        ({"master": "separate", "layout": "page"}, {"chunk_size": "16KiB"}),
+        ({"clip": None}, {"clip": None, "updates": "in-backward"}),
+        ({"clip": None, "updates": "in-backward"}, {"clip": None, "prefetch": False}),
+    ],
+)
+def test_goes_on_in_another_form(before: dict[str, Any], after: dict[str, Any], folder: Path) -> None:
+    first = config_of(**before)
+    second = tiers("gpt2", "ssd-host", folder / "ssd", config_of(**after))
+    sha, losses = straight("gpt2", first)
+    assert resumed("gpt2", first, second, folder / "run") == (sha, losses[HALF:])
+    sha, losses = straight("gpt2", config_of(**after))
+    assert resumed("gpt2", second, first, folder / "back") == (sha, losses[HALF:])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_other_precisions_and_their_scale(precision: str, folder: Path) -> None:
+    config = config_of(precision=precision)
+    sha, losses = straight("gpt2", config)
+    assert resumed("gpt2", config, config, folder) == (sha, losses[HALF:])
+
+
+def test_unmanaged_parameters_frozen_ones_and_buffers(folder: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.up, self.norm, self.down = (
+                torch.nn.Linear(16, 64),
+                torch.nn.BatchNorm1d(64),
+                torch.nn.Linear(64, 1),
+            )
+            self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.down(self.norm(self.up(self.frozen(x)))).square().mean()
+
+    def steps(engine: ebbtide.Engine, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            engine.backward(engine(x))
+            engine.step()
+
+    config = config_of(unmanaged=["norm.*", "down.bias"])
+    whole = ebbtide.initialize(Net(0), config)
+    steps(whole, 0, WHOLE)
+    first = ebbtide.initialize(Net(0), config)
+    steps(first, 0, HALF)
+    first.save(folder)
+    second = ebbtide.initialize(Net(1), config)
+    second.load(folder)
+    steps(second, HALF, WHOLE)
+    expected, found = whole.state_dict(), second.state_dict()
+    assert {"seen", "norm.running_mean", "frozen.weight"} <= set(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    for engine in (whole, first, second):
+        engine.close()
+
+
+def test_schedulers_groups_and_random_numbers(folder: Path) -> None:
+    def begin(lr: float) -> tuple[ebbtide.Engine, Any]:
+        module = zoo.build("gpt2")
+        biases = [p for n, p in module.named_parameters() if n.endswith("bias")]
+        rest = [p for n, p in module.named_parameters() if not n.endswith("bias")]
+        groups = [{"params": rest, "lr": lr}, {"params": biases, "lr": lr / 2, "weight_decay": 0.0}]
+        engine = ebbtide.initialize(module, config_of(), groups)
+        return engine, torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
+
+    def steps(engine: ebbtide.Engine, scheduler: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            loss = engine(**batch_of("gpt2", random.randrange(100), torch.bfloat16, "cpu")).loss
+            engine.backward(loss)
+            engine.step()
+            scheduler.step()
+            found.append(loss.item() + float(torch.rand(())))
+        return found
+
+    random.seed(1), torch.manual_seed(1)
+    engine, scheduler = begin(LR)
+    steps(engine, scheduler, HALF)
+    engine.save(folder, {"scheduler": scheduler.state_dict()})
+    expected = steps(engine, scheduler, HALF)
+    sha = engine.weights_sha256()
+    engine.close()
+    engine, scheduler = begin(7.0)
+    scheduler.load_state_dict(engine.load(folder)["scheduler"])
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [LR / 2, LR / 4]
+    assert steps(engine, scheduler, HALF) == expected
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
+def test_a_trace_is_not_made_again(folder: Path) -> None:
+    config = tiers("gpt2", "host", folder, config_of())
+    engine = start("gpt2", config)
+    train(engine, "gpt2", 0, HALF)
+    engine.save(folder / "run")
+    engine.close()
+    engine = start("gpt2", config)
+    engine.load(folder / "run")
+    train(engine, "gpt2", HALF, WHOLE)
+    assert engine.stats()["traces"] == 0 and not engine.stats()["diverged"]
+    engine.close()
+
+
+def test_what_was_there_before_loading_is_gone(folder: Path) -> None:
+    """An engine that went further returns to where the checkpoint is, state that was not there yet included."""
+    engine = start("gpt2", config_of())
+    engine.save(folder)
+    expected = train(engine, "gpt2", 0, HALF)
+    engine.load(folder)
+    assert engine.steps == 0
+    assert train(engine, "gpt2", 0, HALF) == expected
+    engine.close()
+
+
+def test_in_the_middle_of_a_step_nothing_is_saved(folder: Path) -> None:
+    engine = start("gpt2", config_of(accumulate=2))
+    loss = engine(**batch_of("gpt2", 0, torch.bfloat16, "cpu")).loss
+    engine.backward(loss)
+    with pytest.raises(StateError, match="middle of a step"):
+        engine.save(folder)
+    engine.step()
+    train(engine, "gpt2", 1, 2)
+    assert not list(folder.iterdir())
+    engine.close()
+
+
+# -- folders ------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    for step in range(4):
+        train(engine, "gpt2", step, step + 1)
+        found = engine.save(folder, keep=2)
+    assert [one.name for one in Run(folder).complete()] == ["step-00000003", "step-00000004"]
+    assert Run(folder).latest() == found
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    again = engine.save(folder)
+    assert again.name == "step-00000004-1" and Run(folder).latest() == again
+    engine.load(folder / "step-00000003")
+    assert engine.steps == 3
+    engine.close()
+
+
+def test_what_the_killed_left_is_removed(folder: Path) -> None:
+    left = folder / ".partial-0123456789ab"
+    left.mkdir()
+    (left / "rank-00000.bin").write_bytes(b"half")
+    engine = start("gpt2", config_of())
+    engine.save(folder)
+    assert not left.exists()
+    engine.close()
+
+
+class Faulty(shards.SystemIO):
+    def __init__(self, fault: str) -> None:
+        self.fault, self.calls = fault, 0
+
+    def pwritev(self, file: int, buffers: Any, offset: int) -> int:
+        self.calls += 1
+        if self.fault == "full" and self.calls > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if self.fault == "short" and len(buffers[0]) > 4096:
+            return super().pwritev(file, [buffers[0][: len(buffers[0]) // 2 // 4096 * 4096]], offset)
+        return super().pwritev(file, buffers, offset)
+
+
+def test_a_full_disk_leaves_the_old_one_and_training_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha, losses = straight("gpt2", config_of())
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    old = engine.save(folder)
+    found = train(engine, "gpt2", 1, HALF)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "SystemIO", lambda: Faulty("full"))
+        with pytest.raises(DiskError, match="No space left"):
+            engine.save(folder)
+    assert Run(folder).complete() == [old] and len(list(folder.iterdir())) == 2
+    assert found + train(engine, "gpt2", HALF, WHOLE) == losses[1:]
+    assert engine.weights_sha256() == sha
+    engine.load(folder)
+    assert engine.steps == 1
+    engine.close()
+
+
+def test_short_writes_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    sha = engine.weights_sha256()
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "SystemIO", lambda: Faulty("short"))
+        engine.save(folder)
+    train(engine, "gpt2", 1, 2)
+    engine.load(folder)
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
+def damage(path: Path, at: int, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        content[at] ^= 1 << (at % 8)
+    elif how == "cut":
+        del content[at:]
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.bin", "index.json"])
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_damage_is_found(file: str, how: str, folder: Path) -> None:
+    """Every byte counts, but for what fills blocks up."""
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    whole = engine.save(folder / "run")
+    pieces = shards.read_index(whole).storage_data.values()
+    used = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
+    size = (whole / file).stat().st_size
+    for place in (0.0, 0.31, 0.66, 0.97, 1.0):
+        copy = folder / "copy"
+        shutil.copytree(whole, copy)
+        at = int(place * (size - 1))
+        if file.startswith("rank"):
+            at = max(first for first, _ in used if first <= at)  # blocks are filled up with what nobody reads
+        damage(copy / file, at, how)
+        with pytest.raises(IntegrityError, match="load another checkpoint"):
+            engine.load(copy)
+        shutil.rmtree(copy)
+    engine.load(whole)
+    train(engine, "gpt2", 1, 2)
+    engine.close()
+
+
+def test_a_load_that_failed_half_way_is_not_trained_on(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    whole = engine.save(folder / "run")
+    bad = folder / "bad"
+    shutil.copytree(whole, bad)
+    last = max(shards.read_index(whole).storage_data.values(), key=lambda piece: piece.offset)
+    content = bytearray((bad / "rank-00000.bin").read_bytes())
+    content[last.offset] ^= 1
+    (bad / "rank-00000.bin").write_bytes(content)
+    with pytest.raises(IntegrityError, match="checksum"):
+        engine.load(bad)
+    with pytest.raises(StateError, match="half-way"):
+        engine(**batch_of("gpt2", 0, torch.bfloat16, "cpu"))
+    engine.load(whole)
+    train(engine, "gpt2", 1, 2)
+    engine.close()
+
+
+def test_another_model_or_other_groups_are_refused(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    engine.save(folder)
+    sha = engine.weights_sha256()
+    engine.close()
+    other = start("llama", config_of())
+    before = other.weights_sha256()
+    with pytest.raises(ConfigError, match="of another model: it has 'weights/transformer"):
+        other.load(folder)
+    assert other.weights_sha256() == before
+    train(other, "llama", 0, 1)
+    other.close()
+    module = zoo.build("gpt2")
+    every = list(module.parameters())
+    grouped = ebbtide.initialize(module, config_of(), [{"params": every[:3]}, {"params": every[3:]}])
+    with pytest.raises(ConfigError, match="param_groups"):
+        grouped.load(folder)
+    train(grouped, "gpt2", 0, 1)
+    grouped.close()
+    assert sha != before
+
+
+@pytest.mark.parametrize("place", ["nothing", "empty", "file"])
+def test_no_checkpoint_there(place: str, folder: Path) -> None:
+    path = folder / place
+    if place == "empty":
+        path.mkdir()
+    if place == "file":
+        path.write_text("not one")
+    engine = start("gpt2", config_of())
+    with pytest.raises(ConfigError, match="expected a checkpoint"):
+        engine.load(path)
+    train(engine, "gpt2", 0, 1)
+    if place == "file":
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            engine.save(path)
+    with pytest.raises(ConfigError, match="made of tensors"):
+        engine.save(folder / "odd", {"object": object()})
+    assert not Run(folder / "odd").complete()
+    train(engine, "gpt2", 1, 2)
+    engine.close()
