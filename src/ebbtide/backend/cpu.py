@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from ebbtide.backend.base import Event
+from ebbtide.backend.heap import keeps_freed_memory
 from ebbtide.backend.slabs import Slabs
 from ebbtide.kernels import cpu_kernels
 
@@ -121,6 +122,8 @@ class CpuBackend:
             self._slabs.put(memory)
 
     def trim(self, most: int) -> None:
+        if keeps_freed_memory():
+            return
         with self._lock:
             self._slabs.trim(most)
 

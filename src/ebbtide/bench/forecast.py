@@ -18,13 +18,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from ebbtide.backend.heap import keep_freed_memory
 from ebbtide.bench.steps import Ours, tokens
 from ebbtide.config import Config
 from ebbtide.doctor.examine import examine
 from ebbtide.doctor.written import machine_toml
 from ebbtide.forecaster import Forecast, Forecaster, Workload
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
-from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import find_model
 from ebbtide.plan.machine import Machine
 

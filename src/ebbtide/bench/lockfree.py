@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ebbtide.backend.heap import keep_freed_memory
 from ebbtide.bench.steps import in_process, tokens
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
-from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.models import Batches, find_model
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import make_plan

@@ -3,7 +3,7 @@
 RAM is one tier; its budget leaves a share of the optimizer state to the disk. Every engine runs in a process of its own,
 in turn with a process that does forward and backward alone, so that both see the same machine. All ceilings are
 measured in the same run. Of two steps in a row the second counts: what it leaves to be done beside the next one is
-what it has had to do of the one before. The engine's process gives freed memory back (`memory.heap`): fragments of the
+what it has had to do of the one before. The engine's process gives freed memory back (`backend.heap`): fragments of the
 heap would hide what the budget is worth.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import torch
 
+from ebbtide.backend.heap import return_freed_memory
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
-from ebbtide.memory.heap import return_freed_memory
 from ebbtide.models import find_model
 from ebbtide.plan.bound import least_streamed
 from ebbtide.plan.shape import update_bytes

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from ebbtide.backend.heap import keep_freed_memory
 from ebbtide.cli.options import SIZE, at_least
 from ebbtide.errors import ConfigError
-from ebbtide.memory.heap import keep_freed_memory
 from ebbtide.units import parse_size
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)

@@ -31,8 +31,8 @@ def doctor(
         out.parent.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
+    from ebbtide.backend.heap import keep_freed_memory
     from ebbtide.doctor.examine import examine
-    from ebbtide.memory.heap import keep_freed_memory
 
     keep_freed_memory()
     begin = time.perf_counter()

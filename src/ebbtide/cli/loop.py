@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 import torch
 
+from ebbtide.backend.heap import keep_freed_memory, return_freed_memory
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.options import Task
 from ebbtide.config import Config
 from ebbtide.engine import initialize
 from ebbtide.errors import ConfigError
-from ebbtide.memory.heap import keep_freed_memory, return_freed_memory
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
 from ebbtide.plan.stage import days_left

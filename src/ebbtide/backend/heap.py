@@ -15,12 +15,22 @@ _MAPPED = (1 << 20) + 1
 """Blocks of more than 1 MiB, a mapping of their own each: smaller ones would cost more time than memory."""
 
 
+_kept = False
+
+
+def keeps_freed_memory() -> bool:
+    """Whether the heap has its highest tide for good, so that others who give memory back gain nothing."""
+    return _kept
+
+
 def return_freed_memory() -> None:
     """Tells glibc to give what is freed back to the kernel, in place of keeping all blocks like those it once freed.
 
     For a process whose memory is scarce: what it takes follows what it uses, without the fragments of a heap of
     activations that come and go (a third of a gigabyte for a model of 350M), for a few hundredths of its time.
     """
+    global _kept
+    _kept = False
     libc = _glibc()
     if libc is not None:
         libc.mallopt(_MMAP_THRESHOLD, _MAPPED)
@@ -33,9 +43,11 @@ def keep_freed_memory() -> None:
     zeroed anew: up to a quarter of a step on a CPU. Call it once the engine holds the model: what was freed on
     the way there (the weights as they were built) is given back for good.
     """
+    global _kept
     libc = _glibc()
     if libc is None:
         return
+    _kept = True
     libc.malloc_trim(0)
     libc.mallopt(_TRIM_THRESHOLD, _NEVER)
     if not libc.mallopt(_MMAP_THRESHOLD, _LARGEST):
