@@ -86,8 +86,17 @@ def resumed(
         engine.close()
 
 
-@pytest.mark.parametrize("where", TIERS)
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+EVERYDAY = {("gpt2", where) for where in TIERS} | {("t5", "ssd-host"), ("attention", "ssd"), ("vit", "host")}
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(name, where, marks=() if (name, where) in EVERYDAY else pytest.mark.heavy)
+        for name in zoo.ZOO
+        for where in TIERS
+    ],
+)
 def test_goes_on_bit_for_bit(name: str, where: str, folder: Path) -> None:
     config = tiers(name, where, folder / "ssd", config_of())
     sha, losses = straight(name, config_of())
