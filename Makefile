@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml src/ebbtide/kernels/adam.cpp
+$(VENV)/.installed: pyproject.toml $(wildcard src/ebbtide/kernels/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/ebbtide demo
 
 test: install
-	$(BIN)/python -m pytest -m "not heavy"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not heavy"
 
 test-all: install
 	$(BIN)/python -m pytest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import random
 import shutil
 from pathlib import Path
@@ -218,6 +220,21 @@ def test_a_trace_is_not_made_again(folder: Path) -> None:
     engine.close()
 
 
+def test_a_trace_of_other_managed_parameters_is_not_used(folder: Path) -> None:
+    """Records count parameters: one that was made with fewer of them would mean others."""
+    config = config_of(clip=None)
+    engine = start("gpt2", config | {"unmanaged": ["transformer.wpe.*", "*.ln_1.*"]})
+    train(engine, "gpt2", 0, HALF)
+    engine.save(folder)
+    engine.close()
+    sha, losses = straight("gpt2", config)
+    engine = start("gpt2", tiers("gpt2", "host", folder, config))
+    engine.load(folder)
+    assert train(engine, "gpt2", HALF, WHOLE) == losses[HALF:]
+    assert engine.weights_sha256() == sha and engine.stats()["traces"] > 0
+    engine.close()
+
+
 def test_what_was_there_before_loading_is_gone(folder: Path) -> None:
     """An engine that went further returns to where the checkpoint is, state that was not there yet included."""
     engine = start("gpt2", config_of())
@@ -273,17 +290,27 @@ class Faulty(shards.SystemIO):
     def __init__(self, fault: str) -> None:
         self.fault, self.calls = fault, 0
 
+    def fallocate(self, file: int, size: int) -> None:
+        if self.fault == "no room":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().fallocate(file, size)
+
     def pwritev(self, file: int, buffers: Any, offset: int) -> int:
         self.calls += 1
-        if self.fault == "full" and self.calls > 2:
+        if self.fault == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
+        if self.fault == "refuse" and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if self.fault == "odd" and len(buffers[0]) > 4096 and self.calls % 2:
+            return super().pwritev(file, [buffers[0][:4096]], offset) - 1  # as if a byte less had been taken
         if self.fault == "short" and len(buffers[0]) > 4096:
             return super().pwritev(file, [buffers[0][: len(buffers[0]) // 2 // 4096 * 4096]], offset)
         return super().pwritev(file, buffers, offset)
 
 
+@pytest.mark.parametrize("fault", ["no room", "full"])
 def test_a_full_disk_leaves_the_old_one_and_training_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sha, losses = straight("gpt2", config_of())
     engine = start("gpt2", config_of())
@@ -291,7 +318,7 @@ def test_a_full_disk_leaves_the_old_one_and_training_goes_on(
     old = engine.save(folder)
     found = train(engine, "gpt2", 1, HALF)
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "SystemIO", lambda: Faulty("full"))
+        patch.setattr(shards, "SystemIO", lambda: Faulty(fault))
         with pytest.raises(DiskError, match="No space left"):
             engine.save(folder)
     assert Run(folder).complete() == [old] and len(list(folder.iterdir())) == 2
@@ -302,12 +329,15 @@ def test_a_full_disk_leaves_the_old_one_and_training_goes_on(
     engine.close()
 
 
-def test_short_writes_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["short", "odd", "refuse"])
+def test_short_writes_and_file_systems_without_direct_access(
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = start("gpt2", config_of())
     train(engine, "gpt2", 0, 1)
     sha = engine.weights_sha256()
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "SystemIO", lambda: Faulty("short"))
+        patch.setattr(shards, "SystemIO", lambda: Faulty(fault))
         engine.save(folder)
     train(engine, "gpt2", 1, 2)
     engine.load(folder)

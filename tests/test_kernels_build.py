@@ -13,7 +13,8 @@ def fresh(monkeypatch, tmp_path):
     source = tmp_path / "package" / "adam.cpp"
     source.parent.mkdir()
     source.write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "FOLDER", source.parent)
+    monkeypatch.setattr(build, "SOURCES", (source,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build.load.cache_clear()
     yield source

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ebbtide.backend.heap import keep_freed_memory
 from ebbtide.cli.options import SIZE, at_least
 from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
@@ -45,6 +44,7 @@ def overhead(
 ) -> None:
     """A step with everything resident against plain PyTorch's."""
     options = _options(model, batch, seq, repeats)
+    from ebbtide.backend.heap import keep_freed_memory
     from ebbtide.bench.overhead import run
 
     keep_freed_memory()
@@ -57,6 +57,7 @@ def offload(
 ) -> None:
     """A step under ever smaller device budgets against the resident one."""
     options = _options(model, batch, seq, repeats)
+    from ebbtide.backend.heap import keep_freed_memory
     from ebbtide.bench.offload import run
 
     keep_freed_memory()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Sequence
 
 from ebbtide.disk.extents import Extent
-from ebbtide.disk.vectors import Memory, view
+from ebbtide.disk.vectors import Memory
 from ebbtide.errors import IntegrityError
+from ebbtide.kernels.crc import crc32
 
 
 class Checksums:
@@ -54,6 +54,6 @@ def _sum(memory: Sequence[Memory], first: int, last: int) -> int:
     for address, nbytes in memory:
         begin, end = max(first - start, 0), min(last - start, nbytes)
         if begin < end:
-            found = zlib.crc32(view(address + begin, end - begin), found)
+            found = crc32(address + begin, end - begin, found)
         start += nbytes
     return found

@@ -167,8 +167,8 @@ class Kernels(Protocol):
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         """Store fp32 numbers as parameter and master; without a master only the parameter, rounded."""
 
-    def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
-        """The fp32 numbers that parameter and master hold."""
+    def join(self, parameter: Tensor, master: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The fp32 numbers that parameter and master hold, in `out` where that is given."""
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """Copy bytes (uint8 vectors). Other Python threads run meanwhile."""

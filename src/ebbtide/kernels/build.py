@@ -17,7 +17,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("adam.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "adam.cpp", FOLDER / "crc.cpp")
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """No contraction; the other two free the compiler to vectorise and change no result."""
 FLAGS = ("-O3", "-fPIC", "-shared", "-std=c++17", *EXACT)
@@ -28,7 +29,7 @@ class BuildError(Exception):
 
 
 def library_name() -> str:
-    identity = hashlib.sha256(SOURCE.read_bytes())
+    identity = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES))
     identity.update(" ".join((*FLAGS, platform.system(), platform.machine())).encode())
     return f"_kernels_{identity.hexdigest()[:16]}.so"
 
@@ -36,7 +37,7 @@ def library_name() -> str:
 def folders() -> tuple[Path, Path]:
     """Where the library may lie: beside the source, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return SOURCE.parent, Path(cache) / "ebbtide"
+    return FOLDER, Path(cache) / "ebbtide"
 
 
 def find() -> Path | None:
@@ -60,14 +61,16 @@ def build() -> Path:
     handle, scratch = tempfile.mkstemp(prefix="_building_", suffix=".so", dir=folder)
     os.close(handle)
     try:
-        done = subprocess.run([command, *FLAGS, str(SOURCE), "-o", scratch], capture_output=True, text=True)
+        done = subprocess.run(
+            [command, *FLAGS, *map(str, SOURCES), "-o", scratch], capture_output=True, text=True
+        )
         if done.returncode != 0:
             raise BuildError(f"{command} failed:\n{done.stderr.strip()}")
         os.chmod(scratch, 0o755)
         os.replace(scratch, target)
     finally:
         Path(scratch).unlink(missing_ok=True)
-    if folder == SOURCE.parent:
+    if folder == FOLDER:
         for old in folder.glob("_kernels_*.so"):
             if old != target:
                 old.unlink(missing_ok=True)

@@ -97,11 +97,13 @@ class NativeKernels:
         pointers = (parameter.data_ptr(), _pointer(master), master32.data_ptr())
         self._run(self._get(f"split_{form}", 5), pointers, parameter.numel())
 
-    def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
+    def join(self, parameter: Tensor, master: Tensor | None, out: Tensor | None = None) -> Tensor:
         form = form_of(parameter, master)
-        require_vectors(parameter, master)
+        if out is None:
+            out = torch.empty(parameter.shape, dtype=torch.float32)
+        require_numbers(out)
+        require_vectors(parameter, master, out)
         _require_cpu(parameter)
-        out = torch.empty(parameter.shape, dtype=torch.float32)
         pointers = (parameter.data_ptr(), _pointer(master), out.data_ptr())
         self._run(self._get(f"join_{form}", 5), pointers, out.numel())
         return out

@@ -74,10 +74,12 @@ class FallbackKernels:
             _store(master32[at].clone(), parameter[at], None if master is None else master[at])
 
     @torch.no_grad()
-    def join(self, parameter: Tensor, master: Tensor | None) -> Tensor:
+    def join(self, parameter: Tensor, master: Tensor | None, out: Tensor | None = None) -> Tensor:
         form_of(parameter, master)
-        require_vectors(parameter, master)
-        out = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        if out is None:
+            out = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        require_numbers(out)
+        require_vectors(parameter, master, out)
         for at in _spans(parameter):
             out[at] = _load(parameter[at], None if master is None else master[at])
         return out

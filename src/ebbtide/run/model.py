@@ -274,22 +274,25 @@ class ModelData:
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
         """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""
         place = self.places[member]
-        return self.load_range(member, 0, place.numel, kernels).as_strided(place.shape, place.stride)
+        flat = torch.empty(place.numel, dtype=torch.float32)
+        self.load_range(member, 0, flat, kernels)
+        return flat.as_strided(place.shape, place.stride)
 
-    def load_range(self, member: int, first: int, count: int, kernels: Kernels) -> torch.Tensor:
-        """Elements [first, first + count) of it, in storage order; what is on SSD is read."""
-        offset = self.places[member].offset + first
+    def load_range(self, member: int, first: int, out: torch.Tensor, kernels: Kernels) -> None:
+        """Fills `out` with its elements from `first` on, in storage order; what is on SSD is read."""
+        offset, count = self.places[member].offset + first, out.numel()
         parts: list[Slices] = [
             [(0, self.store.peek(chunk, offset, count))]
             if tier == "ssd"
             else list(chunk.slices(tier, offset, count))
             for chunk, tier in self._copies(member)
         ]
-        flat = torch.empty(count, dtype=torch.float32)
         for start, row in cut(parts, count):
-            target = flat[start : start + row[0].numel()]
-            target.copy_(row[0] if len(row) == 1 else kernels.join(row[0].cpu(), row[1].cpu()))
-        return flat
+            target = out[start : start + row[0].numel()]
+            if len(row) == 1:
+                target.copy_(row[0])
+            else:
+                kernels.join(row[0].cpu(), row[1].cpu(), target)
 
 
 def refuse_parameter(name: str, parameter: torch.Tensor) -> None:

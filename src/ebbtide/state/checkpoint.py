@@ -177,7 +177,22 @@ class _Writing(SavePlanner):
         data, key = write_item.tensor_data, write_item.index.fqn
         if data is None:
             return io.BytesIO(self._contents[key])
-        return self._parts[key].load(data.chunk.offsets[0], data.chunk.sizes[0])
+        found = torch.empty(data.chunk.sizes[0], dtype=data.properties.dtype)
+        self.fill(write_item, found.view(torch.uint8))
+        return found
+
+    def nbytes(self, item: WriteItem) -> int:
+        data = item.tensor_data
+        if data is None:
+            return len(self._contents[item.index.fqn])
+        return data.chunk.sizes[0] * data.properties.dtype.itemsize
+
+    def fill(self, item: WriteItem, memory: torch.Tensor) -> None:
+        data, key = item.tensor_data, item.index.fqn
+        if data is None:
+            memory.copy_(torch.frombuffer(bytearray(self._contents[key]), dtype=torch.uint8))
+        else:
+            self._parts[key].load(data.chunk.offsets[0], memory.view(data.properties.dtype))
 
 
 class _Reading(LoadPlanner):

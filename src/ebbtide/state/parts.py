@@ -27,8 +27,8 @@ class Part:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    load: Callable[[int, int], torch.Tensor]
-    """(first element, elements): a flat tensor on the host."""
+    load: Callable[[int, torch.Tensor], None]
+    """(first element, a flat tensor on the host that is filled)."""
     store: Callable[[int, torch.Tensor], None]
     """(first element, flat values)."""
 
@@ -53,8 +53,8 @@ def _weights(session: Session, member: int) -> Part:
     has_master = ("master", place.chunk) in session.store.chunks
     dtype = torch.float32 if has_master else data.parameter_chunk(place.chunk).dtype
 
-    def load(first: int, count: int) -> torch.Tensor:
-        return data.load_range(member, first, count, kernels).to(dtype)
+    def load(first: int, out: torch.Tensor) -> None:
+        data.load_range(member, first, out, kernels)
 
     def store(first: int, values: torch.Tensor) -> None:
         data.store_value(member, values, kernels, first)
@@ -68,15 +68,14 @@ def _weights(session: Session, member: int) -> Part:
 def _state(session: Session, member: int, chunk: Chunk) -> Part:
     place, space = session.data.places[member], session.store
 
-    def load(first: int, count: int) -> torch.Tensor:
+    def load(first: int, out: torch.Tensor) -> None:
         space.settle(chunk, host=True)
         offset, tier = place.offset + first, _tier(chunk)
         if tier == "ssd":
-            return space.peek(chunk, offset, count)
-        flat = torch.empty(count, dtype=chunk.dtype)
-        for start, piece in chunk.slices(tier, offset, count):
-            flat[start : start + piece.numel()].copy_(piece)
-        return flat
+            out.copy_(space.peek(chunk, offset, out.numel()))
+            return
+        for start, piece in chunk.slices(tier, offset, out.numel()):
+            out[start : start + piece.numel()].copy_(piece)
 
     def store(first: int, values: torch.Tensor) -> None:
         if chunk.free:
@@ -119,8 +118,8 @@ def _unmanaged(session: Session, everything: bool) -> Iterator[Part]:
 def _with_master(session: Session, name: str, master: torch.Tensor, value: torch.Tensor) -> Part:
     flat = dense(value)
 
-    def load(first: int, count: int) -> torch.Tensor:
-        return master[first : first + count].cpu()
+    def load(first: int, out: torch.Tensor) -> None:
+        out.copy_(master[first : first + out.numel()])
 
     def store(first: int, values: torch.Tensor) -> None:
         there = values.to(master.device)
@@ -138,8 +137,8 @@ def _of_tensor(key: str, tensor: torch.Tensor) -> Part:
     def flat() -> torch.Tensor:
         return dense(tensor)
 
-    def load(first: int, count: int) -> torch.Tensor:
-        return flat()[first : first + count].cpu()
+    def load(first: int, out: torch.Tensor) -> None:
+        out.copy_(flat()[first : first + out.numel()])
 
     def store(first: int, values: torch.Tensor) -> None:
         flat()[first : first + values.numel()].copy_(values)

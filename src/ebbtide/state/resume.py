@@ -29,6 +29,7 @@ def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps:
         "groups": [_group(session, group) for group in groups],
         "scaler": None if scaler is None else scaler.state_dict(),
         "device": session.backend.kind,
+        "managed": session.data.names,
         "traces": [record.plain() for record in session.traces.records()],
     }
 
@@ -70,7 +71,7 @@ def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: 
             group[key] = tuple(value) if isinstance(value, list) else value
     if scaler is not None and facts["scaler"] is not None:
         scaler.load_state_dict(facts["scaler"])
-    if facts["device"] == session.backend.kind:
+    if facts["device"] == session.backend.kind and facts["managed"] == session.data.names:
         for plain in facts["traces"]:
             session.traces.recall(Record.from_plain(plain))
     return int(facts["steps"])

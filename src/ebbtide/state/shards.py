@@ -7,15 +7,17 @@ used. torch.distributed.checkpoint says who writes what; this is its storage.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,21 +29,32 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ebbtide.backend.base import Event
+from ebbtide.backend.base import Event, wait_for_all
 from ebbtide.backend.cpu import Stream
 from ebbtide.backend.slabs import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
 from ebbtide.disk.vectors import view
 from ebbtide.errors import IntegrityError
+from ebbtide.kernels.crc import crc32
 from ebbtide.state.folders import INDEX, write_synced
 from ebbtide.units import round_up
 
 FORMAT = 1
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+BUFFERS = 2
 PIECE = 32 << 20
 """Bytes that are written at once, and checked at once: enough for any disk's full rate."""
 
@@ -62,28 +75,54 @@ class _File:
     def __init__(self, path: Path, flags: int, io: SystemIO) -> None:
         self._io = io
         try:
-            self.number = io.open(str(path), flags | getattr(os, "O_DIRECT", 0))
-        except OSError:
+            self.number = io.open(str(path), flags | _DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
             self.number = io.open(str(path), flags)
+
+    def allocate(self, nbytes: int) -> None:
+        """What does not fit is found now; and blocks that a file has already are written faster."""
+        self._io.fallocate(self.number, nbytes)
 
     def write(self, memory: torch.Tensor, offset: int) -> None:
         done = 0
         while done < memory.numel():
-            part = view(memory.data_ptr() + done, memory.numel() - done)
-            done += self._io.pwritev(self.number, [part], offset + done)
+            done += self._move(self._io.pwritev, memory, done, offset)
 
     def read(self, memory: torch.Tensor, offset: int) -> int:
+        """How many bytes there were."""
         done = 0
         while done < memory.numel():
-            part = view(memory.data_ptr() + done, memory.numel() - done)
-            count = self._io.preadv(self.number, [part], offset + done)
+            count = self._move(self._io.preadv, memory, done, offset)
             if not count:
                 break
             done += count
         return done
 
+    def _move(self, act: Callable[[int, Any, int], int], memory: torch.Tensor, done: int, offset: int) -> int:
+        part = view(memory.data_ptr() + done, memory.numel() - done)
+        try:
+            return act(self.number, [part], offset + done)
+        except OSError as error:
+            # Some file systems take the flag and refuse the transfers; a short one leaves the rest off the blocks.
+            flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
+            if error.errno not in _NO_DIRECT or not flags & _DIRECT:
+                raise
+            fcntl.fcntl(self.number, fcntl.F_SETFL, flags & ~_DIRECT)
+            return act(self.number, [part], offset + done)
+
     def close(self) -> None:
         self._io.close(self.number)
+
+
+@runtime_checkable
+class Filling(Protocol):
+    """A planner that puts values straight into the buffer that is written."""
+
+    def nbytes(self, item: WriteItem) -> int: ...
+
+    def fill(self, item: WriteItem, memory: torch.Tensor) -> None: ...
 
 
 class ShardWriter(StorageWriter):
@@ -106,6 +145,7 @@ class ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert isinstance(planner, Filling), f"expected a planner that fills buffers, found {planner}"
         name = f"rank-{self._rank:05d}.bin"
         file = _File(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._io)
         try:
@@ -117,36 +157,17 @@ class ShardWriter(StorageWriter):
         done.set_result(results)
         return done
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, file: _File, name: str) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: Filling, file: _File, name: str) -> list[WriteResult]:
         results: list[WriteResult] = []
-        buffers = [map_memory(PIECE + BLOCK) for _ in range(2)]
-        under_way: list[Event | None] = [None, None]
-        stream = Stream("ebbtide-checkpoint")
-        offset = 0
-        try:
-            for number, item in enumerate(plan.items):
-                content = _bytes_of(planner.resolve_data(item))
-                turn = number % 2
-                if (event := under_way[turn]) is not None:
-                    event.wait()
-                if content.numel() > buffers[turn].numel():
-                    buffers[turn] = map_memory(round_up(content.numel(), BLOCK))
-                memory = buffers[turn][: round_up(content.numel(), BLOCK)]
-                memory[: content.numel()].copy_(content)
-                memory[content.numel() :].zero_()
-                piece = Piece(name, offset, content.numel(), checksum(content))
-                under_way[turn] = stream.submit(_writing(file, memory, offset))
-                results.append(WriteResult(item.index, content.numel(), piece))
-                offset += memory.numel()
-            for event in under_way:
-                if event is not None:
-                    event.wait()
-        finally:
-            for event in under_way:
-                if event is not None:
-                    with suppress(BaseException):
-                        event.wait()
-            stream.close()
+        file.allocate(sum(round_up(planner.nbytes(item), BLOCK) for item in plan.items))
+        with _Queue(file) as queue:
+            for item in plan.items:
+                nbytes = planner.nbytes(item)
+                memory, offset = queue.take(round_up(nbytes, BLOCK))
+                planner.fill(item, memory[:nbytes])
+                memory[nbytes:].zero_()
+                piece = Piece(name, offset, nbytes, checksum(memory[:nbytes]))
+                results.append(WriteResult(item.index, nbytes, piece))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -161,23 +182,49 @@ class ShardWriter(StorageWriter):
         return None
 
 
-def _writing(file: _File, memory: torch.Tensor, offset: int) -> Any:
-    return lambda: file.write(memory, offset)
+class _Queue:
+    """A file's bytes, one after the other, through buffers: small pieces share one, and are written together."""
 
+    def __init__(self, file: _File) -> None:
+        self._file = file
+        self._stream = Stream("ebbtide-checkpoint")
+        self._buffers = [map_memory(PIECE + BLOCK) for _ in range(BUFFERS)]
+        self._under_way: list[Event | None] = [None] * BUFFERS
+        self._turn = self._used = self._offset = 0
 
-def _bytes_of(content: torch.Tensor | io.BytesIO) -> torch.Tensor:
-    if isinstance(content, io.BytesIO):
-        found = content.getvalue()
-        return (
-            torch.frombuffer(bytearray(found), dtype=torch.uint8)
-            if found
-            else torch.empty(0, dtype=torch.uint8)
-        )
-    return content.contiguous().view(torch.uint8)
+    def take(self, count: int) -> tuple[torch.Tensor, int]:
+        """Memory for the next bytes, and where in the file they will be. It is full when the next is taken."""
+        if self._used and self._used + count > self._buffers[self._turn].numel():
+            self._send()
+        if count > self._buffers[self._turn].numel():
+            self._buffers[self._turn] = map_memory(count)
+        start, self._used = self._used, self._used + count
+        return self._buffers[self._turn][start : self._used], self._offset + start
+
+    def _send(self) -> None:
+        memory = self._buffers[self._turn][: self._used]
+        self._under_way[self._turn] = self._stream.submit(partial(self._file.write, memory, self._offset))
+        self._offset, self._used = self._offset + self._used, 0
+        self._turn = (self._turn + 1) % BUFFERS
+        if (event := self._under_way[self._turn]) is not None:
+            event.wait()
+
+    def __enter__(self) -> _Queue:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._send()
+            failed = wait_for_all([event for event in self._under_way if event is not None])
+        finally:
+            self._stream.close()
+        if kind is None and failed is not None:
+            raise failed
 
 
 def checksum(content: torch.Tensor) -> int:
-    return zlib.crc32(view(content.data_ptr(), content.numel())) if content.numel() else 0
+    return crc32(content.data_ptr(), content.numel())
 
 
 # -- the index ----------------------------------------------------------------------------------------------
@@ -268,7 +315,7 @@ class ShardReader(StorageReader):
             wanted.setdefault(item.storage_index, []).append(item)
         for (index, items), content in zip(wanted.items(), self.contents(list(wanted)), strict=True):
             for item in items:
-                if item.type.name == WriteItemType.BYTE_IO.name:
+                if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(content.numpy().tobytes()))
                     continue
                 dtype = self._metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
