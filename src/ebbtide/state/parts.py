@@ -15,7 +15,7 @@ import torch
 from ebbtide.memory.chunk import Chunk
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
-from ebbtide.state.values import persistent_buffers
+from ebbtide.state import values
 
 WEIGHTS, BUFFERS = "weights", "buffers"
 
@@ -43,7 +43,7 @@ def parts_of(session: Session, everything: bool = False) -> Iterator[Part]:
                 if everything or not chunk.free:
                     yield _state(session, member, chunk)
     yield from _unmanaged(session, everything)
-    for name, buffer in persistent_buffers(session.module):
+    for name, buffer in values.persistent_buffers(session.module):
         yield _of_tensor(f"{BUFFERS}/{name}", buffer)
 
 
@@ -56,11 +56,8 @@ def _weights(session: Session, member: int) -> Part:
     def load(first: int, out: torch.Tensor) -> None:
         data.load_range(member, first, out, kernels)
 
-    def store(first: int, values: torch.Tensor) -> None:
-        data.store_value(member, values, kernels, first)
-        param = data.parameter_chunk(place.chunk)
-        if not param.device_valid:
-            session.places.leave_stale(param)
+    def store(first: int, flat: torch.Tensor) -> None:
+        values.store(session, member, flat, first)
 
     return Part(f"{WEIGHTS}/{place.name}", place.numel, dtype, place.shape, place.stride, load, store)
 
@@ -77,19 +74,19 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
         for start, piece in chunk.slices(tier, offset, out.numel()):
             out[start : start + piece.numel()].copy_(piece)
 
-    def store(first: int, values: torch.Tensor) -> None:
+    def store(first: int, found: torch.Tensor) -> None:
         if chunk.free:
             session.updates.chunks.open_states(place.chunk)
         space.settle(chunk, host=True)
         offset, tier = place.offset + first, session.updates.homes[place.chunk]
         if tier == "ssd":
             chunk.mark("ssd", True)
-            space.poke(chunk, offset, values)
+            space.poke(chunk, offset, found)
             session.streaming.note(place.chunk)
             return
         tier = _tier(chunk)
-        for start, piece in chunk.slices(tier, offset, values.numel()):
-            piece.copy_(values[start : start + piece.numel()])
+        for start, piece in chunk.slices(tier, offset, found.numel()):
+            piece.copy_(found[start : start + piece.numel()])
         space.written(chunk, tier)
 
     key = f"{chunk.kind}/{place.name}"
@@ -121,9 +118,9 @@ def _with_master(session: Session, name: str, master: torch.Tensor, value: torch
     def load(first: int, out: torch.Tensor) -> None:
         out.copy_(master[first : first + out.numel()])
 
-    def store(first: int, values: torch.Tensor) -> None:
-        there = values.to(master.device)
-        target, kept = (flat[first : first + values.numel()], master[first : first + values.numel()])
+    def store(first: int, found: torch.Tensor) -> None:
+        there = found.to(master.device)
+        target, kept = (flat[first : first + found.numel()], master[first : first + found.numel()])
         kept.copy_(there)
         session.unmanaged.kernels_of(name).split(kept, target, kept)
 
@@ -140,7 +137,7 @@ def _of_tensor(key: str, tensor: torch.Tensor) -> Part:
     def load(first: int, out: torch.Tensor) -> None:
         out.copy_(flat()[first : first + out.numel()])
 
-    def store(first: int, values: torch.Tensor) -> None:
-        flat()[first : first + values.numel()].copy_(values)
+    def store(first: int, found: torch.Tensor) -> None:
+        flat()[first : first + found.numel()].copy_(found)
 
     return Part(key, tensor.numel(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), load, store)

@@ -42,8 +42,13 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
     place = session.data.places[member]
     _same_shape(name, value, place.shape)
     laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32)
-    session.data.store_value(member, dense(laid.copy_(value)), session.updates.kernels["host"])
-    param = session.data.parameter_chunk(place.chunk)
+    store(session, member, dense(laid.copy_(value)))
+
+
+def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> None:
+    """Writes elements of a managed parameter, in storage order; a device copy that is out of date by that goes."""
+    session.data.store_value(member, flat, session.updates.kernels["host"], first)
+    param = session.data.parameter_chunk(session.data.places[member].chunk)
     if not param.device_valid:
         session.places.leave_stale(param)
 
