@@ -4,6 +4,8 @@ Most of the optimizer state is on SSD and the sequence is short. Two processes t
 from the same weights, in turn, each for the same number of seconds at a time; between turns pending updates end, and
 text that is not trained on is evaluated, neither of which counts. In each turn the first steps are left out of the
 rates: they would owe their updates to those that come after.
+
+Or by steps: from a checkpoint of exact ones, both go on for as many.
 """
 
 from __future__ import annotations
@@ -48,12 +50,8 @@ def run(
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """`train` and `valid`: text, as bytes."""
-    common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        kinds = {}
-        for kind in ("exact", "lock-free"):
-            settings = common | {"updates": kind}
-            kinds[kind] = settings | _budgets(settings, model, share, batch, seq, Path(scratch) / kind)
+        kinds = _kinds(model, share, batch, seq, max_staleness, Path(scratch))
         report(f"{model}: two engines are made")
         with (
             in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact,
@@ -81,6 +79,61 @@ def run(
         "speed_up": statistics.median(b / a for a, b in zip(rates["exact"], rates["lock-free"], strict=True)),
         **{kind.replace("-", "_"): _summary(found[kind], begun[kind], facts[kind]) for kind in kinds},
     }
+
+
+def go_on(
+    train: torch.Tensor,
+    valid: torch.Tensor,
+    model: str,
+    share: float,
+    batch: int,
+    seq: int,
+    first: int,
+    more: int,
+    max_staleness: int,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """`first` exact steps, and from there `more` of each kind."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        kinds = _kinds(model, share, batch, seq, max_staleness, Path(scratch))
+        saved = Path(scratch) / "saved"
+        with in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact:
+            exact.submit(_steps, first).result()
+            begun = exact.submit(_evaluate).result()
+            exact.submit(_save, saved).result()
+        report(f"{first} exact steps: loss {begun:.4g}")
+        found: dict[str, dict[str, Any]] = {}
+        for kind, settings in kinds.items():
+            with in_process(_start, _end, model, batch, seq, train, valid, settings) as process:
+                process.submit(_load, saved, first).result()
+                again = process.submit(_evaluate).result()
+                process.submit(_steps, more).result()
+                loss = process.submit(_evaluate).result()
+                found[kind] = {"valid_losses": [again, loss], **process.submit(_facts).result()}
+            report(f"{more} {kind} steps more: loss {loss:.4g}")
+    ends = {kind: one["valid_losses"][-1] for kind, one in found.items()}
+    return {
+        "model": model,
+        "batch": batch,
+        "seq": seq,
+        "max_staleness": max_staleness,
+        "steps": [first, more],
+        "loss_ratio": ends["lock-free"] / ends["exact"],
+        **{kind.replace("-", "_"): one for kind, one in found.items()},
+    }
+
+
+def _kinds(
+    model: str, share: float, batch: int, seq: int, max_staleness: int, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """The settings of either engine."""
+    common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
+    found = {}
+    for kind in ("exact", "lock-free"):
+        settings = common | {"updates": kind}
+        found[kind] = settings | _budgets(settings, model, share, batch, seq, folder / kind)
+    return found
 
 
 def _summary(rows: list[dict[str, Any]], begun: float, facts: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +170,7 @@ def _budgets(
         except BudgetError:
             low = middle
             continue
-        streamed = sum(states[i] for i in plan.host.ssd)
+        streamed = sum(plan.host.streamed(setup.shape, i) for i in plan.host.ssd)
         low, high = (low, middle) if streamed <= share * sum(states) else (middle, high)
     folder.mkdir()
     return {
@@ -172,6 +225,20 @@ def _turn(seconds: float, first: int) -> dict[str, Any]:
     }
 
 
+def _steps(count: int) -> None:
+    for _ in range(count):
+        _step()
+
+
+def _save(path: Path) -> None:
+    _held["engine"].save(path)
+
+
+def _load(path: Path, steps: int) -> None:
+    _held["engine"].load(path)
+    _held["steps"] = steps
+
+
 def _evaluate() -> float:
     engine = _held["engine"]
     engine.module.eval()
@@ -184,10 +251,9 @@ def _evaluate() -> float:
 def _facts() -> dict[str, Any]:
     engine = _held["engine"]
     stats, session = engine.stats(), engine._session
-    states = session.shape.state_bytes
-    on_ssd = sum(states[i] for i, home in enumerate(session.updates.homes) if home == "ssd")
+    shape = session.shape
     return {
-        "state_on_ssd": on_ssd / sum(states),
+        "state_on_ssd": session.homes.streamed(shape) / sum(shape.state_bytes),
         "budget_bytes": stats["budget_bytes"]["device"],
         "peak_device_bytes": stats["peak_bytes"]["device"],
         "ssd_read_bytes": stats["moved_bytes"]["ssd_read"],

@@ -153,7 +153,7 @@ def _train(spec: ModelSpec, config: dict[str, Any], seq: int, batch: int, steps:
             "ssd_write_bytes": moved["ssd_write"],
             "least_streamed_bytes": least_streamed(shape, plan.record, session.traces.settings),
             "update_bytes": sum(update_bytes(shape, session.config.resolved_master)),
-            "state_on_ssd": sum(shape.state_bytes[i] for i in plan.host.ssd) / float(sum(shape.state_bytes)),
+            "state_on_ssd": session.homes.streamed(shape) / sum(shape.state_bytes),
             "peak_bytes": stats["peak_bytes"],
             "budget_bytes": stats["budget_bytes"],
             "peak_rss_bytes": peak_rss(),

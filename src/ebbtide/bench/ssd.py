@@ -204,8 +204,7 @@ def _engine_facts(repeats: int) -> dict[str, Any]:
         "ssd_write_bytes": statistics.median_low([step["ssd_write"] for step in moved]),
         "least_streamed_bytes": least_streamed(session.shape, plan.record, session.traces.settings),
         "update_bytes": updates,
-        "state_on_ssd": sum(session.shape.state_bytes[i] for i in plan.host.ssd)
-        / sum(session.shape.state_bytes),
+        "state_on_ssd": session.homes.streamed(session.shape) / sum(session.shape.state_bytes),
         "peak_device_bytes": stats["peak_bytes"]["device"],
         "rss_bytes": memory.rss,
         "peak_rss_bytes": peak,

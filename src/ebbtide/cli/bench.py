@@ -110,28 +110,37 @@ def lockfree(
     turns: Annotated[int, Option(help="Of each of the two engines.")] = 3,
     seconds: Annotated[float, Option(help="That an engine trains for in a turn.")] = 30.0,
     max_staleness: Annotated[int, Option(help="Steps that values may be behind.")] = 4,
+    after: Annotated[
+        int, Option(help="Exact steps that both go on from; 0: by time, from the beginning.")
+    ] = 0,
+    steps: Annotated[int, Option(help="With --after: steps of each of the two engines.")] = 300,
     data: Annotated[str | None, Option(help="A text file or folder; left out, Python's library.")] = None,
     folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
     json: Json = False,
 ) -> None:
-    """Lock-free updates against exact ones, with state on SSD: steps a second, and what is learnt in equal time."""
+    """Lock-free updates against exact ones, with state on SSD: steps a second, and what is learnt in equal time (or,
+    with --after, in equal steps)."""
     for flag, value, least in (
         ("--batch", batch, 1),
         ("--seq", seq, 2),
         ("--turns", turns, 1),
         ("--max-staleness", max_staleness, 1),
+        ("--after", after, 0),
+        ("--steps", steps, 1),
     ):
         at_least(flag, value, least)
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected seconds above 0 and up to 3600, found {seconds}")
-    from ebbtide.bench.lockfree import run
+    from ebbtide.bench.lockfree import go_on, run
     from ebbtide.cli.data import load_text
 
     text = load_text(data)
     part = _share(str(share), str(share))
-    found = run(
-        text.train, text.valid, model, part, batch, seq, turns, seconds, max_staleness, folder, report=_say
-    )
+    common = (text.train, text.valid, model, part, batch, seq)
+    if after:
+        found = go_on(*common, after, steps, max_staleness, folder, report=_say)
+    else:
+        found = run(*common, turns, seconds, max_staleness, folder, report=_say)
     _print(found, json)
 
 

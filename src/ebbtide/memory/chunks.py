@@ -63,6 +63,8 @@ class ChunkStore:
         self.near = "host" if ledger.budgets["host"] else "device"
         """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.before_stored: Callable[[Chunk], None] = lambda chunk: None
+        """Is told of a chunk whose copy on SSD is about to be read or written other than by its updates."""
         self._moves = 0
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
@@ -270,6 +272,7 @@ class ChunkStore:
         """Whole blocks that hold the elements [offset, offset + count), read: (place in the range, the range's elements
         in them, what writes them back)."""
         assert chunk.ssd is not None and self.ssd_space is not None, f"{chunk} has no copy on SSD"
+        self.before_stored(chunk)
         disk, itemsize = self.ssd_space.disk, chunk.dtype.itemsize
         for stored in chunk.ssd:
             first, last = max(offset, stored.first), min(offset + count, stored.first + stored.count)
@@ -314,6 +317,7 @@ class ChunkStore:
     def _exchange(self, chunk: Chunk, link: str) -> Iterator[Event]:
         """Starts reading or writing each piece of the chunk, from or to wherever its memory is."""
         assert chunk.ssd is not None and self.ssd_space is not None
+        self.before_stored(chunk)
         disk = self.ssd_space.disk
         act = disk.read if link == SSD_READ else disk.write
         for stored in chunk.ssd:

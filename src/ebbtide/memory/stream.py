@@ -4,6 +4,9 @@ Reads go ahead in the order in which updates are expected, as far as there are f
 written while the next ones are. Where updates come in another order than expected, what was read ahead is thrown
 away (it is clean) and reading goes on from there: slower, never wrong.
 
+Some pieces may have a buffer of their own for good: they are read once, and written when somebody else reads what SSD
+has of their chunk (`settle`), or the buffers are given up.
+
 The computation's thread and the updating one share the buffers under one lock. A write that fails is reported by the
 next `take` or `drain`.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,14 +41,23 @@ class Slot:
     extent: Extent | None = None
     used: int = 0
     """Bytes of the piece."""
+    holds: bool = False
+    """It stays, and has the newest state of its piece."""
+    changed: bool = False
+    """SSD has not: it stays, and was updated since."""
 
 
 class StateStream:
     def __init__(
-        self, space: SsdSpace, slots: Sequence[torch.Tensor], moved: dict[str, int], prefetch: bool = True
+        self,
+        space: SsdSpace,
+        slots: Sequence[torch.Tensor],
+        moved: dict[str, int],
+        prefetch: bool = True,
+        kept: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         """`moved` counts the bytes that are read and written. Without `prefetch` each piece is read when it is wanted,
-        and written before the next."""
+        and written before the next. `kept`: by chunk, buffers for its first pieces, which stay in them."""
         self._space = space
         self._prefetch = prefetch
         self._moved = moved
@@ -53,6 +65,10 @@ class StateStream:
         self._free = [Slot(memory) for memory in slots]
         self._ahead: OrderedDict[Key, Slot] = OrderedDict()
         """Read, or being read; clean."""
+        self._kept: dict[Key, Slot] = {}
+        for index, memories in (kept or {}).items():
+            firsts = [first for first, _, _ in space.group(index).pieces]
+            self._kept |= {(index, first): Slot(one) for first, one in zip(firsts, memories, strict=False)}
         self._taken: set[Key] = set()
         """What SSD has of these is about to be out of date."""
         self._writing: list[Slot] = []
@@ -74,12 +90,15 @@ class StateStream:
             for key in [key for key in self._ahead if key[0] == index]:
                 self._recycle(self._ahead.pop(key))
             self._updated = {key for key in self._updated if key[0] != index}
+            for _, slot in self._kept_of(index):
+                slot.holds = slot.changed = False
             self._known[index] = frozenset(kinds)
             self._order = []
 
     def expect(self, chunks: Sequence[int]) -> None:
         """The order in which chunks will be updated, again and again; reading ahead begins."""
-        order = [(index, first) for index in chunks for first, _, _ in self._space.group(index).pieces]
+        every = [(index, first) for index in chunks for first, _, _ in self._space.group(index).pieces]
+        order = [key for key in every if key not in self._kept]
         with self._lock:
             if order != self._order:
                 self._drop_ahead()
@@ -101,6 +120,25 @@ class StateStream:
                 self._collect(wait=True)
             self._raise_failed()
 
+    def settle(self, index: int | None = None) -> None:
+        """SSD has all of a chunk's newest state afterwards, or of all chunks'; no update of them is under way."""
+        with self._lock:
+            behind = [(key, slot) for key, slot in self._kept_of(index) if slot.changed]
+            writes: list[Event] = []
+            for _, slot in behind:
+                assert slot.extent is not None
+                writes.append(self._space.disk.write(slot.extent, [slot.memory[: slot.used]]))
+            failed = wait_for_all(writes)
+            if failed is not None:
+                raise failed
+            for key, slot in behind:
+                slot.changed = False
+                self._moved[SSD_WRITE] += slot.used
+                self._updated.add(key)
+
+    def _kept_of(self, index: int | None) -> list[tuple[Key, Slot]]:
+        return [(key, slot) for key, slot in self._kept.items() if index is None or key[0] == index]
+
     def forget(self) -> None:
         """After a failure: what was read ahead, and what failed. All values will be written anew."""
         with self._lock:
@@ -110,13 +148,15 @@ class StateStream:
             self._order, self.failed = [], None
 
     def close(self) -> list[torch.Tensor]:
-        """Waits for what is under way, and gives the buffers back."""
+        """Waits for what is under way, and gives the buffers back; what only they have is lost (see `settle`)."""
         with self._lock:
             self._order = []
             self._drop_ahead()
             while self._writing:
                 self._collect(wait=True)
-            return [slot.memory for slot in self._free]
+            found = [slot.memory for slot in (*self._free, *self._kept.values())]
+            self._kept.clear()
+            return found
 
     # -- what the updating thread says --------------------------------------------------------------------
 
@@ -125,10 +165,13 @@ class StateStream:
         key = (index, first)
         with self._lock:
             self._raise_failed()
-            slot = self._ahead.pop(key, None)
+            kept = self._kept.get(key)
+            slot = kept or self._ahead.pop(key, None)
             if slot is None:
                 self._resume_after(key)
                 slot = self._free_slot()
+                self._read(slot, key)
+            elif slot is kept and not slot.holds:
                 self._read(slot, key)
             self._taken.add(key)
             self._read_ahead()
@@ -139,13 +182,16 @@ class StateStream:
             self.give(slot, changed=False)
             raise
         slot.events = []
+        slot.holds = kept is not None
         return slot
 
     def give(self, slot: Slot, changed: bool = True) -> None:
         """The caller is done with a piece: if it has changed, it is written."""
         with self._lock:
             self._taken.discard(slot.key)
-            if changed:
+            if slot.key in self._kept:
+                slot.changed |= changed
+            elif changed:
                 assert slot.extent is not None
                 slot.events = [self._space.disk.write(slot.extent, [slot.memory[: slot.used]])]
                 self._moved[SSD_WRITE] += slot.used

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ebbtide.plan.activations import Away
-from ebbtide.plan.hostside import HostSide, beside_updates, fill_host
+from ebbtide.plan.hostside import HostSide, beside_updates, fill_host, kept_bytes
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
@@ -133,16 +133,22 @@ def streamed_traffic(host: HostSide, settings: Settings) -> int:
 
 
 def draft(
-    shape: ModelShape, record: Record, settings: Settings, device: frozenset[int], worth: int | None = None
+    shape: ModelShape,
+    record: Record,
+    settings: Settings,
+    device: frozenset[int],
+    kept: Mapping[int, int] | None = None,
+    worth: int | None = None,
 ) -> Draft | None:
-    """None where the device cannot even hold what lives there, or where more than `worth` bytes would move."""
-    host = fill_host(shape, device, settings)
+    """None where the device cannot even hold what lives there, or where more than `worth` bytes would move. `kept`:
+    pieces of state on SSD that stay on the device, where that is RAM."""
+    host = fill_host(shape, device, settings, kept)
     least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = sum(shape.state_bytes[i] for i in device)
     if settings.ssd_beside_device:
-        static += beside_updates(shape, host.ssd, settings, host.ssd)
+        static += beside_updates(shape, host.ssd, settings, host.ssd) + kept_bytes(shape, host.kept)
     pinned = settings.placement == "static"
     if pinned:
         static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
@@ -177,6 +183,8 @@ def _with_evicted(
         lives_there = bool(shape.state_bytes[chunk]) and chunk not in device
         if not (lives_there or (host.keep and kind == PARAM)):
             extra += shape.sizes[item]
+    if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
+        host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
     needed = host.host_bytes + extra
     short = max(host.short, needed - settings.host)
     return replace(host, host_bytes=needed, short=short) if extra else host

@@ -288,10 +288,14 @@ class _Walk(Books):
             self._bring_back(chunk, task, place)
 
     def _stream(self, chunk: int, place: int, ready: list[int]) -> int:
-        """State on SSD is updated in pieces: each is read as soon as there is a buffer, and written when it is done."""
-        state, count = self.shape.state_bytes[chunk], self.job.update_bytes[chunk]
-        pieces = -(-state // self.shape.piece)
-        each, last = state // pieces, -1
+        """State on SSD is updated in pieces: each is read as soon as there is a buffer, and written when it is done. The
+        first may stay in RAM."""
+        state, streamed = self.shape.state_bytes[chunk], self.plan.host.streamed(self.shape, chunk)
+        update = self.rates.update_on_host(self.job.update_bytes[chunk])
+        pieces = -(-state // self.shape.piece) - self.plan.host.kept.get(chunk, 0)
+        each, last = streamed // pieces, -1
+        if streamed < state:
+            last = self.task(HOST, update * (1 - streamed / state), ready, place, 0, "update")
         for number in range(pieces):
             after = [self.staged[-SLOTS] if len(self.staged) >= SLOTS else -1]
             if len(self.written.get(chunk, ())) > number:
@@ -299,7 +303,7 @@ class _Walk(Books):
             if not self.job.settings.prefetch:
                 after += [*ready, *self.staged[-1:]]
             read = self.task(READ, self.rates.disk(each, True), after, place, each)
-            seconds = self.rates.update_on_host(count / pieces)
+            seconds = update * streamed / state / pieces
             last = self.task(HOST, seconds, [*ready, read, last], place, 0, "update")
             write = self.task(WRITE, self.rates.disk(each, False), [last], place, each)
             self.written.setdefault(chunk, []).append(write)

@@ -2,17 +2,18 @@
 
 Parameters and gradients of chunks that the host updates come first: they cross the link in every iteration. Then
 optimizer state, in the model's order, for the last chunks' gradients come first and their state can be read while
-backward goes on. What is left is streamed from SSD and back. Only where the gradients and the rest leave no room for
-parameters do these go to SSD, too.
+backward goes on. What is left is streamed from SSD and back, but for the first pieces of one chunk that does not fit as
+a whole: a tied embedding is often that, its update comes last and is waited for first. Only where the gradients and
+the rest leave no room for parameters do these go to SSD, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from ebbtide.plan.shape import ModelShape, Settings
-from ebbtide.plan.stage import lock_free_bytes, stage_bytes, stored_bytes
+from ebbtide.plan.stage import lock_free_bytes, pieces_within, slot_bytes, stage_bytes, stored_bytes
 
 TRANSIT = 2
 """Of the largest chunk's parameters: room on the host for those that pass through it."""
@@ -31,6 +32,17 @@ class HostSide:
     """Bytes that fit neither tier."""
     tier: str = "host"
     """The tier that is short."""
+    kept: Mapping[int, int] = field(default_factory=dict)
+    """By chunk whose state is on SSD: how many of its first pieces stay in RAM, and do not stream."""
+
+    def streamed(self, shape: ModelShape, chunk: int) -> int:
+        """Bytes of a chunk's state that an update reads from SSD and writes."""
+        return streamed_state(shape, chunk, self.kept) if chunk in self.ssd else 0
+
+
+def streamed_state(shape: ModelShape, chunk: int, kept: Mapping[int, int]) -> int:
+    """Bytes of state that stream, of a chunk on SSD with so many pieces in RAM."""
+    return max(0, shape.state_bytes[chunk] - kept.get(chunk, 0) * shape.piece)
 
 
 def beside_updates(shape: ModelShape, away: Iterable[int], settings: Settings, on_ssd: Iterable[int]) -> int:
@@ -45,19 +57,27 @@ def beside_updates(shape: ModelShape, away: Iterable[int], settings: Settings, o
     return found
 
 
-def fill_host(shape: ModelShape, device: frozenset[int], settings: Settings) -> HostSide:
-    """`device`: the chunks whose optimizer state lives on the device."""
+def kept_bytes(shape: ModelShape, kept: Mapping[int, int]) -> int:
+    """Bytes of RAM for pieces that stay there."""
+    return sum(count * slot_bytes([shape.state_bytes[i]], shape.piece) for i, count in kept.items())
+
+
+def fill_host(
+    shape: ModelShape, device: frozenset[int], settings: Settings, kept: Mapping[int, int] | None = None
+) -> HostSide:
+    """`device`: the chunks whose optimizer state lives on the device. `kept`: pieces of others that are there, where the
+    device is RAM."""
     away = [i for i, count in enumerate(shape.state_bytes) if count and i not in device]
     if settings.ssd_beside_device:
-        return _on_ssd(shape, away, settings)
+        return _on_ssd(shape, away, settings, kept or {})
     grads = waiting_gradients(shape, away, settings)
     params = sum(shape.parameter_bytes[i] for i in away)
     if settings.placement == "static":
         params = 0  # they are on the device for good
     states = sum(shape.state_bytes[i] for i in away)
-    kept = sum(shape.parameter_bytes) - params if settings.placement != "static" else 0
+    copies = sum(shape.parameter_bytes) - params if settings.placement != "static" else 0
     needed = grads + params + states + beside_updates(shape, away, settings, ())
-    for keep, count in ((True, needed + kept), (False, needed)):
+    for keep, count in ((True, needed + copies), (False, needed)):
         if count <= settings.host:
             return HostSide(keep, frozenset(), frozenset(), count, 0)
     if not settings.ssd:
@@ -74,12 +94,16 @@ def waiting_gradients(shape: ModelShape, away: Iterable[int], settings: Settings
     return 2 * max(sizes, default=0) if settings.in_backward else sum(sizes)
 
 
-def _on_ssd(shape: ModelShape, away: list[int], settings: Settings) -> HostSide:
-    """There is no host: all state that is not on the device is on SSD."""
-    states = [shape.state_bytes[i] for i in away]
-    stored = sum(stored_bytes(count, shape.piece) for count in states)
+def _on_ssd(shape: ModelShape, away: list[int], settings: Settings, kept: Mapping[int, int]) -> HostSide:
+    """There is no host: all state that is not on the device is on SSD, where all of it has a place."""
+    stored = sum(stored_bytes(shape.state_bytes[i], shape.piece) for i in away)
     short = max(0, stored - settings.ssd)
-    return HostSide(False, frozenset(away), frozenset(), 0, sum(states), short, "ssd")
+    return _streaming(shape, HostSide(False, frozenset(away), frozenset(), 0, 0, short, "ssd", kept))
+
+
+def _streaming(shape: ModelShape, host: HostSide) -> HostSide:
+    """Counts what streams of it."""
+    return replace(host, ssd_bytes=host.ssd_bytes + sum(host.streamed(shape, i) for i in host.ssd))
 
 
 def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, settings: Settings) -> HostSide:
@@ -94,13 +118,30 @@ def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, setti
         held_params.append(i)
     if left < 0:
         return HostSide(False, frozenset(), frozenset(), settings.host, 0, -left)
-    ssd: set[int] = set()
-    for i in away:
-        if shape.state_bytes[i] <= left:
-            left -= shape.state_bytes[i]
-        else:
-            ssd.add(i)
-    streamed = [shape.state_bytes[i] for i in ssd] + [shape.parameter_bytes[i] for i in held_params]
-    short = max(0, sum(stored_bytes(count, shape.piece) for count in streamed) - settings.ssd)
+    here, kept = fill(shape, away, left)
+    left -= sum(shape.state_bytes[i] for i in here) + kept_bytes(shape, kept)
+    ssd = frozenset(away) - here
+    loaded = [shape.parameter_bytes[i] for i in held_params]
+    stored = [*(shape.state_bytes[i] for i in ssd), *loaded]
+    short = max(0, sum(stored_bytes(count, shape.piece) for count in stored) - settings.ssd)
     host = settings.host - left
-    return HostSide(False, frozenset(ssd), frozenset(held_params), host, sum(streamed), short, "ssd")
+    found = HostSide(False, ssd, frozenset(held_params), host, sum(loaded), short, "ssd", kept)
+    return _streaming(shape, found)
+
+
+def fill(
+    shape: ModelShape, chunks: Iterable[int], room: int, split: bool = True
+) -> tuple[frozenset[int], dict[int, int]]:
+    """The chunks whose state fits `room` bytes, in the model's order, and with `split` pieces of the first that
+    does not."""
+    whole: list[int] = []
+    kept: dict[int, int] = {}
+    for i in chunks:
+        state = shape.state_bytes[i]
+        if state and state <= room:
+            room -= state
+            whole.append(i)
+        elif split and not kept and (count := pieces_within(room, state, shape.piece)):
+            kept[i] = count
+            room -= kept_bytes(shape, kept)
+    return frozenset(whole), kept

@@ -53,4 +53,4 @@ def streamed_update(job: Job) -> float:
 
 def streamed_bytes(job: Job) -> int:
     """Optimizer state on SSD: read and written in each pass over it."""
-    return sum(job.shape.state_bytes[i] for i, home in enumerate(job.plan.homes) if home == "ssd")
+    return sum(job.plan.host.streamed(job.shape, i) for i in job.plan.host.ssd)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ebbtide.errors import BudgetError
 from ebbtide.plan.draft import Draft, Plan, draft
-from ebbtide.plan.hostside import HostSide, beside_updates
+from ebbtide.plan.hostside import HostSide, beside_updates, fill
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
@@ -102,16 +102,19 @@ class _Search:
         self.best_bytes = 0
         self.nearest: Draft | None = None
         """The draft that came closest to fitting, for the refusal."""
-        self._tried: set[frozenset[int]] = set()
+        self._tried: set[tuple[frozenset[int], int]] = set()
 
     def try_bytes(self, count: int) -> bool:
         """Whether a plan whose state chunks take up to `count` bytes is the best so far."""
-        homes = self._fill(count)
-        if homes in self._tried:
+        # State that streams is cut into pieces, so that some of a chunk's can stay.
+        shape, split = self.shape, self.settings.ssd_beside_device
+        homes, kept = fill(shape, range(shape.chunks), count, split)
+        tried = (homes, sum(kept.values()))
+        if tried in self._tried:
             return False
-        self._tried.add(homes)
+        self._tried.add(tried)
         best = self.best
-        made = draft(self.shape, self.record, self.settings, homes, None if best is None else best.traffic)
+        made = draft(shape, self.record, self.settings, homes, kept, None if best is None else best.traffic)
         if made is None:
             return False
         if any(made.short):
@@ -132,15 +135,6 @@ class _Search:
             base = self.best_bytes
             if not self.try_bytes(base + step):
                 self.try_bytes(max(0, base - step))
-
-    def _fill(self, count: int) -> frozenset[int]:
-        """The chunks that fit, in the model's order; what is too large is passed over."""
-        chosen = []
-        for index, size in enumerate(self.shape.state_bytes):
-            if size and size <= count:
-                count -= size
-                chosen.append(index)
-        return frozenset(chosen)
 
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:

@@ -45,6 +45,11 @@ def stage_bytes(states: Iterable[int], piece: int) -> int:
     return SLOTS * slot_bytes(states, piece)
 
 
+def pieces_within(room: int, state: int, piece: int) -> int:
+    """How many pieces of a chunk's state `room` bytes can hold for good."""
+    return min(max(room, 0) // slot_bytes([state], piece), -(-state // piece)) if state else 0
+
+
 PASSAGE = 8 << 20
 """Bytes of an activation that go to SSD, or come from there, at once."""
 PASSING = 3

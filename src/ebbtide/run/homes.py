@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ebbtide.memory.chunk import Chunk
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.hostside import beside_updates
+from ebbtide.plan.hostside import beside_updates, streamed_state
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.stage import stored_bytes
 from ebbtide.run.executor import Executor
@@ -59,6 +59,10 @@ class Homes:
         stored = [stored_bytes(shape.state_bytes[i], shape.piece) for i in (*self.at("ssd"), index)]
         return "ssd" if sum(stored) <= budgets["ssd"] else "device"
 
+    def streamed(self, shape: ModelShape) -> int:
+        """Bytes of optimizer state that stream from and to SSD."""
+        return sum(streamed_state(shape, i, self._streaming.kept) for i in self.at("ssd"))
+
     def first_level(self, shape: ModelShape) -> int:
         """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""
         budgets = self._ledger.budgets
@@ -90,17 +94,20 @@ class Homes:
 
     # -- streaming ------------------------------------------------------------------------------------
 
-    def stream(self, chunks: Sequence[int]) -> None:
-        """State of these chunks streams from and to SSD."""
+    def stream(self, chunks: Sequence[int], kept: Mapping[int, int]) -> None:
+        """State of these chunks streams from and to SSD, but for the first pieces of some."""
         on_ssd = [index for index in chunks if self._updates.state_chunks(index)]
-        self._streaming.open(on_ssd, self._executor.room)
+        self._streaming.open(on_ssd, self._executor.room, kept)
 
     def restream(self) -> None:
         """Other chunks than so far have state on SSD, or other state."""
-        self._streaming.close()
-        self.stream(self.at("ssd"))
+        self._streaming.put_back()
+        self.stream(self.at("ssd"), {})
 
     # -- plans ----------------------------------------------------------------------------------------
+
+    def as_in(self, plan: Plan) -> bool:
+        return self.homes == list(plan.homes) and self._streaming.kept == plan.host.kept
 
     def follow(self, plan: Plan) -> None:
         """Brings optimizer state to the plan's homes."""
@@ -113,14 +120,15 @@ class Homes:
         if executor.room.activations is not None:
             executor.room.activations.foresee(plan.away)
         restaged = any("ssd" in (homes[index], plan.homes[index]) for index in moving)
+        restaged |= self._streaming.kept != plan.host.kept
         if restaged:
-            self._streaming.close()
+            self._streaming.put_back()
         leaving = [index for index in moving if plan.homes[index] != "device"]
         for index in sorted(leaving, key=lambda i: plan.homes[i] != "ssd"):
             self._move(index, plan.homes[index])
         executor.room.raise_level(max(plan.levels, default=0))
         if restaged:
-            self.stream([index for index, home in enumerate(plan.homes) if home == "ssd"])
+            self.stream([i for i, home in enumerate(plan.homes) if home == "ssd"], plan.host.kept)
         for index in moving:
             self._move(index, plan.homes[index])
 

@@ -301,7 +301,7 @@ class Session:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
         where the device could still hold it by demand: then the error says so at once."""
         plan = self.traces.plan(known)
-        if plan is not self.course.plan or self.homes.homes != list(plan.homes):
+        if plan is not self.course.plan or not self.homes.as_in(plan):
             self.homes.follow(plan)
         self.streaming.expect(
             plan.update_order(self.config.updates == "in-backward", self.shape.parameter_chunk)

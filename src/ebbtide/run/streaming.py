@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunks import ChunkStore
@@ -18,26 +18,42 @@ class Streaming:
     def __init__(self, store: ChunkStore, updater: Updater, states: Callable[[int], list[Chunk]]) -> None:
         self._store, self._updater, self._states = store, updater, states
         self._reserved = 0
+        self.kept: dict[int, int] = {}
+        """By chunk, how many of its pieces stay in RAM."""
+        store.before_stored = self._settle
 
-    def open(self, chunks: Sequence[int], room: Room) -> None:
-        """Buffers for these chunks' state, and what SSD has of it."""
+    def open(self, chunks: Sequence[int], room: Room, kept: Mapping[int, int]) -> None:
+        """Buffers for these chunks' state, and what SSD has of it. `kept`: by chunk, how many pieces stay in RAM."""
         store = self._store
         if not chunks:
             return
         assert store.ssd_space is not None
-        states = [sum(state.nbytes for state in self._states(i)) for i in chunks]
-        size = slot_bytes(states, store.ssd_space.piece)
-        room.make(store.near, SLOTS * size)
-        store.ledger.reserve(store.near, TAG, SLOTS * size)
-        self._reserved = SLOTS * size
-        slots = [store.backend.allocate(store.near, size) for _ in range(SLOTS)]
-        self._updater.state = StateStream(
-            store.ssd_space, slots, store.traffic.moved, self._updater.background
-        )
+        piece = store.ssd_space.piece
+        states = {i: sum(state.nbytes for state in self._states(i)) for i in chunks}
+        sizes = {i: slot_bytes([states[i]], piece) for i in kept}
+        size = slot_bytes(states.values(), piece)
+        needed = SLOTS * size + sum(count * sizes[i] for i, count in kept.items())
+        room.make(store.near, needed)
+        store.ledger.reserve(store.near, TAG, needed)
+        self._reserved, self.kept = needed, dict(kept)
         for index in chunks:
             for state in self._states(index):
                 store.reserve_ssd(state)
+        self._updater.state = StateStream(
+            store.ssd_space,
+            [store.backend.allocate(store.near, size) for _ in range(SLOTS)],
+            store.traffic.moved,
+            self._updater.background,
+            {i: [store.backend.allocate(store.near, sizes[i]) for _ in range(n)] for i, n in kept.items()},
+        )
+        for index in chunks:
             self.note(index)
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Somebody is about to look at what SSD has of a chunk, or to write it."""
+        stream = self._updater.state
+        if stream is not None and chunk.kind not in ("param", "grad"):
+            stream.settle(chunk.index)
 
     def note(self, index: int) -> None:
         """Something of the chunk was written on SSD by another way: what was read ahead of its state is void."""
@@ -49,9 +65,16 @@ class Streaming:
         if self._updater.state is not None:
             self._updater.state.expect(list(chunks))
 
+    def put_back(self) -> None:
+        """Gives the buffers back, and what only they have to SSD."""
+        if self._updater.state is not None:
+            self._updater.state.settle()
+        self.close()
+
     def close(self) -> None:
-        """Waits for what is under way, and gives the buffers back."""
+        """Waits for what is under way, and gives the buffers back, whatever they hold."""
         stream, self._updater.state = self._updater.state, None
+        self.kept = {}
         if stream is None:
             return
         for memory in stream.close():

@@ -1,0 +1,158 @@
+"""Pieces of a chunk's state that stay in RAM while the rest streams: used first, seen by everybody, never lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zoo
+from disks import FaultyIO
+from ebbtide.backend import CpuBackend
+from ebbtide.config import Config
+from ebbtide.disk.space import READ, WRITE, DiskSpace
+from ebbtide.engine import Engine
+from ebbtide.errors import DiskError
+from ebbtide.memory.ledger import Ledger
+from ebbtide.plan.hostside import fill, fill_host, kept_bytes
+from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.run.tiers import Tiers
+from harness import config_of, expected
+
+SSD = 64 << 20
+SPLITS = {"one tier of RAM": (2_600_000, 0), "three tiers": (1_600_000, 2_200_000)}
+"""Budgets of device and host in which some chunk has a part of its state in RAM."""
+
+
+def open_engine(folder: Path, io: FaultyIO, split: str, **changes: Any) -> Engine:
+    device, host = SPLITS[split]
+    budgets = {"device": device, "host": host, "ssd": SSD}
+    settings = config_of(ssd={"folder": str(folder), "memory": SSD}, device={"memory": device})
+    config = Config.read(settings | {"host": {"memory": host}, **changes})
+    tiers = Tiers(CpuBackend(poison=True), Ledger(budgets), DiskSpace([folder], SSD, io=io))
+    return Engine(zoo.build("gpt2"), config, tiers=tiers)
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+    engine.step()
+
+
+def kept(engine: Engine) -> dict[int, int]:
+    return dict(engine._session.streaming.kept)
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+@pytest.mark.parametrize("split", list(SPLITS))
+def test_everybody_sees_what_only_ram_has(folder: Path, split: str, updates: str) -> None:
+    """Evaluation, reading, writing, loading, saving and other shapes between steps: the weights of undisturbed ones."""
+    engine = open_engine(folder, FaultyIO(), split, updates=updates, clip=None)
+    batch = zoo.ZOO["gpt2"].batch
+    for number in range(6):
+        step(engine, number)
+        assert kept(engine), "nothing was split"
+        with torch.no_grad():
+            engine(**{key: value[:, :7] for key, value in batch(99).items()})
+        if number == 2:
+            engine.load_state_dict(engine.state_dict())
+            engine.save(folder / "saved")
+        if number == 3:
+            engine.load(folder / "saved")
+            step(engine, number)
+        with engine.weights("*.c_fc.*", write=True) as values:
+            assert all(value.isfinite().all() for value in values.values())
+        engine.check_integrity()
+    assert engine.weights_sha256() == expected("gpt2", "none", 6, clip=None)[0]
+    engine.close()
+
+
+def test_they_do_not_stream(folder: Path) -> None:
+    """They are read when they are first used, and written when somebody reads them by another way: once."""
+    io = FaultyIO()
+    engine = open_engine(folder, io, "one tier of RAM")
+    for number in range(2):
+        step(engine, number)
+    engine.synchronize()
+    [(index, count)] = kept(engine).items()
+    group = engine._session.store.ssd_space.group(index).pieces
+    extents = [(extent.start, extent.start + extent.nbytes) for _, _, extent in group[:count]]
+
+    def touched() -> list[str]:
+        found = [
+            link
+            for link, offset, nbytes in io.calls
+            if any(offset < last and first < offset + nbytes for first, last in extents)
+        ]
+        io.calls.clear()
+        return found
+
+    touched()
+    step(engine, 2)
+    engine.synchronize()
+    assert touched() == []
+    engine.weights_sha256()
+    assert set(touched()) == {READ, WRITE}  # state is written, then the masters among it are read
+    engine.weights_sha256()
+    assert set(touched()) == {READ}
+    engine.close()
+
+
+def test_a_disk_that_fails_when_they_are_written_loses_nothing(folder: Path) -> None:
+    broken = False
+
+    def fail(link: str, *_: Any) -> None:
+        if broken and link == WRITE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    engine = open_engine(folder, FaultyIO(fail), "one tier of RAM")
+    for number in range(3):
+        step(engine, number)
+    engine.synchronize()
+    assert kept(engine)
+    broken = True
+    with pytest.raises(DiskError):
+        engine.state_dict()
+    broken = False
+    step(engine, 3)
+    assert engine.weights_sha256() == expected("gpt2", "none", 4)[0]
+    engine.check_integrity()
+    engine.close()
+    assert not list(folder.iterdir())
+
+
+def shape_of(states: list[int]) -> ModelShape:
+    sizes = tuple(count // 6 for count in states)
+    return ModelShape((), (), sizes, sizes, tuple(states))
+
+
+@given(
+    st.lists(st.integers(0, 400).map(lambda count: count * 6 * 4096), min_size=1, max_size=8),
+    st.integers(0, 4_000_000),
+)
+def test_room_is_used_up_to_a_piece(states: list[int], room: int) -> None:
+    shape = shape_of(states)
+    here, pieces = fill(shape, range(shape.chunks), room)
+    used = sum(states[i] for i in here) + kept_bytes(shape, pieces)
+    assert used <= room and not here & set(pieces)
+    left = [count for i, count in enumerate(states) if count and i not in here]
+    largest = max(kept_bytes(shape, {i: 1}) for i in range(shape.chunks))
+    assert not left or room - used < largest, "a chunk streams as a whole beside room for a piece"
+
+
+@given(
+    st.lists(st.integers(1, 400).map(lambda count: count * 6 * 4096), min_size=1, max_size=8),
+    st.integers(2_000_000, 12_000_000),
+)
+def test_pieces_on_the_host_are_within_its_budget(states: list[int], budget: int) -> None:
+    shape = shape_of(states)
+    host = fill_host(shape, frozenset(), Settings(10**9, budget, ssd=10**9))
+    assert host.short or host.host_bytes <= budget
+    whole = sum(states[i] for i in host.ssd) + sum(shape.parameter_bytes[i] for i in host.ssd_parameters)
+    assert set(host.kept) <= host.ssd
+    assert host.ssd_bytes == whole - sum(host.kept.values()) * shape.piece
