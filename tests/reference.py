@@ -50,6 +50,32 @@ def f32(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
+def add_mean(model: nn.Module, batches: Sequence[dict[str, Any]]) -> list[float]:
+    """The mean gradient over the ranks, each with a batch, added to what is there."""
+    before = {name: p.grad for name, p in model.named_parameters()}
+    sums: dict[str, torch.Tensor | None] = dict.fromkeys(before)
+    losses = []
+    for batch in batches:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found = sums[name]
+                sums[name] = parameter.grad.float() if found is None else found + parameter.grad.float()
+    for name, parameter in model.named_parameters():
+        total, held = sums[name], before[name]
+        if total is None:
+            parameter.grad = held
+            continue
+        mean = (total * f32(1 / len(batches))).to(parameter.dtype)
+        laid = torch.empty_strided(mean.shape, parameter.stride(), dtype=mean.dtype)
+        parameter.grad = laid.copy_(mean if held is None else held + mean)
+    return losses
+
+
 def train(
     model: nn.Module,
     batch_of: Callable[[int], dict[str, Any]],
@@ -61,8 +87,10 @@ def train(
     weight_decay: float = 0.01,
     clip: float | None = None,
     accumulate: int = 1,
+    ranks: int = 1,
 ) -> tuple[str, list[float]]:
-    """The hash of the fp32 masters in name order after `steps` updates, and the losses."""
+    """The hash of the fp32 masters in name order after `steps` updates, and the losses. `ranks`: so many take a batch
+    each in turn; gradients are added in their order in fp32, and the mean is rounded once."""
     dtype = ROUND[precision]
     masters = {n: p.detach().clone() for n, p in model.named_parameters()}
     model.to(dtype)
@@ -72,9 +100,13 @@ def train(
     losses: list[float] = []
     for step in range(1, steps + 1):
         for micro in range(accumulate):
-            loss = model(**batch_of((step - 1) * accumulate + micro)).loss
-            loss.backward()
-            losses.append(loss.item())
+            first_batch = ((step - 1) * accumulate + micro) * ranks
+            if ranks == 1:
+                loss = model(**batch_of(first_batch)).loss
+                loss.backward()
+                losses.append(loss.item())
+            else:
+                losses += add_mean(model, [batch_of(first_batch + rank) for rank in range(ranks)])
         total = 0.0
         for _, parameter in sorted(model.named_parameters()):
             if parameter.grad is not None:

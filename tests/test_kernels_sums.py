@@ -181,3 +181,36 @@ def test_weighted_gradients_are_rounded_once(dtype, add):
     for kernels in (NATIVE, FALLBACK):
         with pytest.raises(ValueError, match="expected gradients"):
             kernels.weigh(torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.float16), 1.0, add)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sums_by_block_add_up_wherever_ranks_cut(dtype):
+    for n in (1024 * 7 + 5, 300_000):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        for kernels in ALL.values():
+            for cut in (0, 1024, 5 * 1024, n):
+                sums = torch.cat([kernels.block_sums(x[:cut]), kernels.block_sums(x[cut:])])
+                assert float(kernels.pairwise(sums)) == reference_sum(x)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_ranks_sent_is_added_in_their_order_and_rounded_once(dtype, ranks):
+    for n in SIZES:
+        received = torch.cat([wild(n, n + rank, dtype) for rank in range(ranks)])
+        total = torch.zeros(n) if not n else received[:n].float()
+        for rank in range(1, ranks):
+            total = total + received[rank * n : (rank + 1) * n].float()
+        expected = (total * torch.tensor(1 / ranks, dtype=torch.float32)).to(dtype)
+        for kernels in ALL.values():
+            found = torch.full((n,), -7.0).to(dtype)
+            if n:
+                kernels.sum_ranks(found, received, 1 / ranks)
+            assert same(found, expected)
+    if ranks > 2:
+        x = torch.randn(ranks * 5000, generator=torch.Generator().manual_seed(1)).to(dtype)
+        backwards = x.view(ranks, -1).flip(0).reshape(-1)
+        found = [torch.empty(5000, dtype=dtype) for _ in range(2)]
+        for one, values in zip(found, (x, backwards), strict=True):
+            NATIVE.sum_ranks(one, values, 1.0)
+        assert dtype != torch.float32 or not same(*found), "the data cannot tell one order from another"

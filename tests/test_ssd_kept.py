@@ -18,8 +18,9 @@ from ebbtide.backend import CpuBackend
 from ebbtide.config import Config
 from ebbtide.disk.space import READ, WRITE, DiskSpace
 from ebbtide.engine import Engine
-from ebbtide.errors import DiskError
+from ebbtide.errors import BudgetError, DiskError
 from ebbtide.memory.ledger import Ledger
+from ebbtide.memory.ssd import SsdSpace
 from ebbtide.plan.hostside import fill, fill_host, kept_bytes
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.run.tiers import Tiers
@@ -156,3 +157,23 @@ def test_pieces_on_the_host_are_within_its_budget(states: list[int], budget: int
     whole = sum(states[i] for i in host.ssd) + sum(shape.parameter_bytes[i] for i in host.ssd_parameters)
     assert set(host.kept) <= host.ssd
     assert host.ssd_bytes == whole - sum(host.kept.values()) * shape.piece
+
+
+def test_a_chunk_finds_room_in_fragments(folder: Path) -> None:
+    """What is free may lie in pieces that are each too small."""
+    disk = DiskSpace([folder], 64 * 4096)
+    small = [disk.allocate(4096 * 4) for _ in range(16)]
+    for extent in small[::2]:
+        disk.free(extent)
+    space = SsdSpace(disk, Ledger({"device": 0, "host": 0, "ssd": 10**9}), piece=1 << 20)
+    stored = space.acquire("param", 0, 14 * 2048, [("param", torch.bfloat16)])
+    assert [one.first for one in stored] == sorted(one.first for one in stored)
+    assert sum(one.count for one in stored) == 14 * 2048 and len(stored) > 1
+    with pytest.raises(BudgetError):
+        space.acquire("param", 1, 64 * 2048, [("param", torch.bfloat16)])
+    space.release("param", 0)
+    space.check()
+    for extent in small[1::2]:
+        disk.free(extent)
+    assert disk.room == 64 * 4096
+    disk.close()

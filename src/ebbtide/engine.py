@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ebbtide.config import Config
@@ -20,6 +21,7 @@ from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
 from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
+from ebbtide.run.ranks import Ranks, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import Choice, choose, refuse_nowhere, refuse_unbuilt, signature_of
@@ -48,15 +50,17 @@ def initialize(
     param_groups: Iterable[dict[str, Any]] | None = None,
     *,
     weights: str | Path | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Engine:
     """Takes over a module's parameters and returns the engine that trains it.
 
     `config` is a Config, a dict of its keys, or a TOML or JSON file. `param_groups` are those of
     torch.optim.AdamW; left out, all parameters that require gradients form one group. A module on the meta
     device gets the values that building it on the CPU now would give it; or those of `weights`, a folder of
-    safetensors files as `save_pretrained` writes it.
+    safetensors files as `save_pretrained` writes it. `group`: the processes that share the model's chunks, each with
+    batches of its own; left out, all that torch.distributed has been told of.
     """
-    return Engine(module, Config.read(config), param_groups, weights=weights)
+    return Engine(module, Config.read(config), param_groups, weights=weights, group=group)
 
 
 class Engine:
@@ -67,9 +71,11 @@ class Engine:
         param_groups: Iterable[dict[str, Any]] | None = None,
         tiers: Tiers | None = None,
         weights: str | Path | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
-        refuse_unbuilt(config)
+        ranks = open_ranks(group)
+        refuse_unbuilt(config, ranks is not None)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
         refuse_held(module)
@@ -80,7 +86,7 @@ class Engine:
         self.config = config
         self.module = module
         self.steps = 0
-        tiers = tiers or shared_tiers(config)
+        tiers = tiers or shared_tiers(config, ranks)
         refuse_nowhere(config, tiers.ledger.budgets)
         self._tiers = tiers
         on_host = cpu_kernels()
@@ -89,7 +95,7 @@ class Engine:
             choice = choose(module, config)
             files = WeightFiles(weights, module) if weights is not None else None
             self.optimizer = make_optimizer(module, config.optimizer, param_groups, self._update, self._clear)
-            self._session = self._take_over(choice, kernels, files)
+            self._session = self._take_over(choice, kernels, files, ranks)
         except BaseException:
             tiers.close_unused()
             raise
@@ -102,7 +108,7 @@ class Engine:
         self._stepping = False
 
     def _take_over(
-        self, choice: Choice, kernels: Mapping[str, Kernels], files: WeightFiles | None
+        self, choice: Choice, kernels: Mapping[str, Kernels], files: WeightFiles | None, ranks: Ranks | None
     ) -> Session:
         tiers, start = self._tiers, Start(self.module, files)
         session = Session(
@@ -115,6 +121,7 @@ class Engine:
             tiers.rooms,
             start,
             tiers.disk,
+            ranks,
         )
         try:
             start.finish()
@@ -196,10 +203,9 @@ class Engine:
                 'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
                 "the next backward"
             )
-        if self.config.nonfinite == "stop" and not math.isfinite(float(loss.detach())):
-            raise NonFiniteError(
-                f"step {self.steps + 1}: the loss is {float(loss.detach())}; nothing was updated"
-            )
+        for value in self._session.of_all_ranks([loss.detach()]):
+            if self.config.nonfinite == "stop" and not math.isfinite(value):
+                raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
         self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
         self._session.updates.regroup(self.optimizer.param_groups)
 
@@ -215,6 +221,7 @@ class Engine:
         if session.micro < self.config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
         losses, self._losses = self._losses, []
+        session.average_unmanaged()
         if self.config.updates == "in-backward":
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
@@ -250,9 +257,9 @@ class Engine:
         return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
 
     def _nonfinite(self, losses: list[torch.Tensor]) -> str:
-        for loss in losses:
-            if not math.isfinite(float(loss)):
-                return f"the loss is {float(loss)}"
+        for loss in self._session.of_all_ranks(losses):
+            if not math.isfinite(loss):
+                return f"the loss is {loss}"
         names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
         if names:
             more = f" and {len(names) - 1} others" if len(names) > 1 else ""

@@ -263,6 +263,22 @@ INLINE void weigh(const To *, const From *, void *destination, const void *sourc
     }
 }
 
+// What `ranks` ranks sent of the same elements, `each` apart, added in their order, scaled, and rounded once.
+template <class Type>
+INLINE void sum_ranks(const Type *, void *destination, const void *source, int64_t ranks, int64_t each, float scale,
+                      const Work &of) {
+    auto *const to = static_cast<typename Type::Stored *>(destination);
+    const auto *const from = static_cast<const typename Type::Stored *>(source);
+    for (int64_t start = of.begin; start < of.end; start += block) {
+        const int64_t count = start + block < of.end ? block : of.end - start;
+        float sum[block];
+        for (int64_t i = 0; i < count; i++) sum[i] = Type::read(from[start + i]);
+        for (int64_t rank = 1; rank < ranks; rank++)
+            for (int64_t i = 0; i < count; i++) sum[i] += Type::read(from[rank * each + start + i]);
+        for (int64_t i = 0; i < count; i++) to[start + i] = Type::nearest(sum[i] * scale);
+    }
+}
+
 // Whether any element has all bits of its exponent set: an infinity or a NaN.
 template <class Word> INLINE bool any_full(const Word *x, int64_t begin, int64_t end, Word exponent) {
     Word full = 0;
@@ -351,6 +367,17 @@ NONFINITE(fp32, uint32_t, 0x7f800000u)
 WEIGHTED(bf16, Bf16, bf16, Bf16)
 WEIGHTED(fp32, Fp32, fp32, Fp32)
 WEIGHTED(fp32, Fp32, fp16, Fp16)
+
+#define SUM_RANKS(type, Type)                                                                                 \
+    EXPORT sum_ranks_##type(void *to, const void *from, const int64_t *ranks, const int64_t *each,            \
+                            const float *scale, int64_t *next, int64_t n) {                                   \
+        for (Elements of(next, n); of.take();)                                                                \
+            sum_ranks(static_cast<const Type *>(nullptr), to, from, *ranks, *each, *scale, of);               \
+    }
+
+SUM_RANKS(bf16, Bf16)
+SUM_RANKS(fp16, Fp16)
+SUM_RANKS(fp32, Fp32)
 
 extern "C" {
 

@@ -87,6 +87,17 @@ def require_weighed(destination: Tensor, source: Tensor) -> None:
         )
 
 
+def require_ranks(destination: Tensor, received: Tensor) -> int:
+    """How many ranks' elements were received."""
+    ranks, left = divmod(received.numel(), max(1, destination.numel()))
+    if left or not ranks or received.dtype != destination.dtype or destination.dtype not in TYPES:
+        raise ValueError(
+            f"expected the same elements of each rank, of {destination.dtype}, to add them up to "
+            f"{destination.numel()}; found {received.numel()} of {received.dtype}"
+        )
+    return ranks
+
+
 def require_numbers(numbers: Tensor) -> None:
     if numbers.dtype != torch.float32:
         raise ValueError(f"expected fp32 numbers, found {numbers.dtype}")
@@ -160,6 +171,16 @@ class Kernels(Protocol):
 
     def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
         """The same sum, of what is there already."""
+
+    def block_sums(self, flat: Tensor) -> Tensor:
+        """The sums of its blocks, in fp64, where the vector begins on a block's border (Note "sums")."""
+
+    def pairwise(self, sums: Tensor) -> SupportsFloat:
+        """What a tensor's blocks add up to; the sums are used up."""
+
+    def sum_ranks(self, destination: Tensor, received: Tensor, scale: float) -> None:
+        """What ranks sent of the same elements, one after the other: added in their order in fp32, scaled, rounded once
+        to nearest even, NaN made canonical."""
 
     def nonfinite(self, flat: Tensor) -> SupportsFloat:
         """Not zero where an element is infinite or NaN: all that is asked where no norm is wanted."""

@@ -20,6 +20,7 @@ from ebbtide.kernels.base import (
     require_bytes,
     require_capture,
     require_numbers,
+    require_ranks,
     require_vectors,
     require_weighed,
 )
@@ -79,6 +80,28 @@ class NativeKernels:
         require_vectors(flat)
         _require_cpu(flat)
         return self._sum("look", flat, None)
+
+    def block_sums(self, flat: Tensor) -> Tensor:
+        require_vectors(flat)
+        _require_cpu(flat)
+        sums = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float64)
+        pointers = (flat.data_ptr(), None, sums.data_ptr())
+        self._run(self._get(f"look_{TYPES[flat.dtype]}", 5), pointers, flat.numel())
+        return sums
+
+    def pairwise(self, sums: Tensor) -> float:
+        return float(self._pairwise(sums.data_ptr(), sums.numel()))
+
+    def sum_ranks(self, destination: Tensor, received: Tensor, scale: float) -> None:
+        require_vectors(destination)
+        require_vectors(received)
+        ranks, each = require_ranks(destination, received), destination.numel()
+        _require_cpu(destination)
+        counts = (ctypes.c_int64 * 2)(ranks, each)
+        first = ctypes.addressof(counts)
+        number = ctypes.c_float(scale)
+        pointers = (destination.data_ptr(), received.data_ptr(), first, first + 8, ctypes.addressof(number))
+        self._run(self._get(f"sum_ranks_{TYPES[destination.dtype]}", 7), pointers, each)
 
     def nonfinite(self, flat: Tensor) -> float:
         require_vectors(flat)

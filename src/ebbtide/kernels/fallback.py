@@ -16,6 +16,7 @@ from ebbtide.kernels.base import (
     require_bytes,
     require_capture,
     require_numbers,
+    require_ranks,
     require_vectors,
     require_weighed,
 )
@@ -57,6 +58,25 @@ class FallbackKernels:
         require_vectors(flat)
         total = pairwise(block_sums(flat))
         return total.item() if total.is_cpu else total
+
+    def block_sums(self, flat: Tensor) -> Tensor:
+        require_vectors(flat)
+        return block_sums(flat)
+
+    def pairwise(self, sums: Tensor) -> SupportsFloat:
+        total = pairwise(sums)
+        return total.item() if total.is_cpu else total
+
+    @torch.no_grad()
+    def sum_ranks(self, destination: Tensor, received: Tensor, scale: float) -> None:
+        ranks = require_ranks(destination, received)
+        rows = received.view(ranks, -1)
+        number = torch.tensor(scale, dtype=torch.float32)
+        for at in _spans(destination):
+            total = rows[0, at].to(torch.float32, copy=True)
+            for rank in range(1, ranks):
+                total += rows[rank, at].to(torch.float32)
+            destination[at] = _make_nan_canonical(total * number)
 
     @torch.no_grad()
     def nonfinite(self, flat: Tensor) -> SupportsFloat:

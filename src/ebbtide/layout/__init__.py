@@ -7,16 +7,20 @@ element offset in each. Nothing here knows how many processes there are: chunks 
 
 from ebbtide.layout.build import build_layout, main_dtype, unit_elements
 from ebbtide.layout.search import Candidate, Search, search_chunk_size, search_uniform
+from ebbtide.layout.slices import ALONE, Share, Slicing
 from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Fragment, Layout, Span, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
+    "ALONE",
     "ITEMSIZE",
     "Candidate",
     "Chunk",
     "Fragment",
     "Layout",
     "Search",
+    "Share",
+    "Slicing",
     "Span",
     "TensorSpec",
     "build_layout",

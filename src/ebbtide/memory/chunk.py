@@ -12,14 +12,21 @@ import torch
 from ebbtide.backend.base import Event
 from ebbtide.memory.host import Fragment
 from ebbtide.memory.ssd import Stored
+from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 
 TIERS = ("device", "host", "ssd")
-TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE = LINKS = (
+TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE, WIRE = LINKS = (
     "host_to_device",
     "device_to_host",
     "ssd_read",
     "ssd_write",
+    "wire",
 )
+"""The wire's bytes are those that this rank sends to others."""
+GATHERED = (WHOLE, WHOLE_GRAD)
+"""Kinds of all ranks' slices together; they are on the device alone, for a while."""
+PASSING = (PARAM, GRAD, *GATHERED)
+"""Kinds that come and go; the others are optimizer state."""
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 

@@ -23,11 +23,24 @@ import torch
 from ebbtide.backend.base import Backend, Event, wait_for_all
 from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import IntegrityError, StateError
-from ebbtide.layout import Layout
-from ebbtide.memory.chunk import LINKS, SSD_READ, SSD_WRITE, TIERS, TO_DEVICE, TO_HOST, TORCH_DTYPES, Chunk
+from ebbtide.layout import ALONE, Layout, Slicing
+from ebbtide.memory.chunk import (
+    GATHERED,
+    LINKS,
+    PASSING,
+    SSD_READ,
+    SSD_WRITE,
+    TIERS,
+    TO_DEVICE,
+    TO_HOST,
+    TORCH_DTYPES,
+    WIRE,
+    Chunk,
+)
 from ebbtide.memory.host import HostSpace
 from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.ssd import SsdSpace
+from ebbtide.plan.shape import WHOLE
 from ebbtide.plan.stage import BLOCK, piece_bytes
 from ebbtide.units import round_up
 
@@ -44,22 +57,28 @@ class Traffic:
     """Seconds that the host waited for a move, by link."""
 
 
-def _parameter_bytes(layout: Layout) -> int:
-    return sum(chunk.size * TORCH_DTYPES[chunk.dtype].itemsize for chunk in layout.chunks)
+def _parameter_bytes(layout: Layout, slicing: Slicing) -> int:
+    return sum(slicing.slice(chunk.size) * TORCH_DTYPES[chunk.dtype].itemsize for chunk in layout.chunks)
 
 
 class ChunkStore:
     def __init__(
-        self, layout: Layout, backend: Backend, ledger: Ledger, disk: DiskSpace | None = None
+        self,
+        layout: Layout,
+        backend: Backend,
+        ledger: Ledger,
+        disk: DiskSpace | None = None,
+        slicing: Slicing = ALONE,
     ) -> None:
+        """`slicing`: how ranks share the chunks; all that is here is this rank's slices of them."""
         self.layout = layout
+        self.slicing = slicing
         self.backend = backend
         self.ledger = ledger
         self.traffic = Traffic()
-        self.host_space = HostSpace(layout, backend, ledger)
-        self.ssd_space = (
-            None if disk is None else SsdSpace(disk, ledger, piece_bytes(_parameter_bytes(layout)))
-        )
+        self.host_space = HostSpace(layout, backend, ledger, slicing)
+        piece = piece_bytes(_parameter_bytes(layout, slicing))
+        self.ssd_space = None if disk is None else SsdSpace(disk, ledger, piece)
         self.near = "host" if ledger.budgets["host"] else "device"
         """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
@@ -69,9 +88,15 @@ class ChunkStore:
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
         size = self.layout.chunks[index].size
+        size = self.slicing.whole(size) if kind in GATHERED else self.slicing.slice(size)
         chunk = Chunk(kind, index, dtype, size, size * dtype.itemsize)
         self.chunks[kind, index] = chunk
         return chunk
+
+    def used(self, index: int) -> int:
+        """Elements of a chunk's slice that are no padding."""
+        spec = self.layout.chunks[index]
+        return self.slicing.used(spec.size, spec.used)
 
     def get(self, kind: str, index: int) -> Chunk:
         return self.chunks[kind, index]
@@ -89,7 +114,7 @@ class ChunkStore:
         self._open(chunk, tier)
         if zero:
             # Not the padding: on a CPU, memory that nobody touches takes no room.
-            for _, piece in chunk.slices(tier, 0, self.layout.chunks[chunk.index].used):
+            for _, piece in chunk.slices(tier, 0, self.used(chunk.index)):
                 piece.zero_()
         self.written(chunk, tier)
 
@@ -156,6 +181,11 @@ class ChunkStore:
                 raise
             chunk.aliases = self.backend.aliases(chunk.device)
 
+    def vacate(self, chunk: Chunk) -> None:
+        """Gives up the place on SSD of a chunk that the tier next to it has, even while that is being updated."""
+        if chunk.ssd is not None and chunk.move is None and chunk.valid_on(self.near):
+            self._close(chunk, "ssd")
+
     def clear_ssd(self, needed: int) -> None:
         """Copies on SSD that are stale, or not the only ones, keep their places until others want them."""
         for valid in (False, True):
@@ -174,7 +204,7 @@ class ChunkStore:
         return [
             (kind, other.dtype)
             for (kind, index), other in self.chunks.items()
-            if index == chunk.index and kind not in ("param", "grad")
+            if index == chunk.index and kind not in PASSING
         ]
 
     def _close(self, chunk: Chunk, tier: str) -> None:
@@ -231,7 +261,7 @@ class ChunkStore:
             return
         if chunk.pins:
             raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot be evicted")
-        if chunk.host_valid or chunk.ssd_valid or not chunk.device_valid:
+        if chunk.host_valid or chunk.ssd_valid or not chunk.device_valid or chunk.kind == WHOLE:
             self.traffic.drops += 1
             self._close(chunk, "device")
             return
@@ -241,6 +271,21 @@ class ChunkStore:
             return
         self._open(chunk, "host")
         self._start(chunk, TO_HOST)
+
+    def gather(self, chunk: Chunk, start: Callable[[torch.Tensor], tuple[Event, int]]) -> None:
+        """Starts filling a whole chunk with all ranks' slices: `start` is given its memory, and says when that is over
+        and how many bytes this rank sends."""
+        self._open(chunk, "device")
+        assert chunk.device is not None
+        try:
+            event, sent = start(chunk.device)
+        except BaseException:
+            self._close(chunk, "device")
+            raise
+        chunk.move = (WIRE, [event])
+        self._moves += 1
+        chunk.started = self._moves
+        self.traffic.moved[WIRE] += sent
 
     def load(self, chunk: Chunk) -> None:
         """Starts bringing the chunk from SSD to the tier next to it."""
@@ -356,7 +401,12 @@ class ChunkStore:
 
     def ends_of(self, link: str) -> tuple[str, str]:
         """Where a link's moves come from and where they go."""
-        ends = {TO_DEVICE: ("host", "device"), TO_HOST: ("device", "host"), SSD_READ: ("ssd", self.near)}
+        ends = {
+            TO_DEVICE: ("host", "device"),
+            TO_HOST: ("device", "host"),
+            SSD_READ: ("ssd", self.near),
+            WIRE: ("ranks", "device"),
+        }
         return ends.get(link, (self.near, "ssd"))
 
     def _wait(self, events: Sequence[Event], link: str) -> None:
@@ -388,6 +438,10 @@ class ChunkStore:
         """Chunks that are on their way over a link, in the order in which they set out."""
         found = [c for c in self.chunks.values() if c.move is not None and c.move[0] == link]
         return sorted(found, key=lambda chunk: chunk.started)
+
+    def only_here(self, chunk: Chunk) -> bool:
+        """Whether the device's copy would have to be moved to make room."""
+        return chunk.device_valid and not chunk.host_valid and chunk.kind != WHOLE
 
     def in_use(self, chunk: Chunk) -> bool:
         """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running

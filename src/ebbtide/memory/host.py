@@ -12,7 +12,8 @@ import torch
 
 from ebbtide.backend.base import Backend
 from ebbtide.errors import IntegrityError
-from ebbtide.layout import Layout
+from ebbtide.layout import ALONE, Layout, Slicing
+from ebbtide.layout import Fragment as Place
 from ebbtide.memory.ledger import Ledger
 
 
@@ -30,8 +31,9 @@ class _Page:
 
 
 class HostSpace:
-    def __init__(self, layout: Layout, backend: Backend, ledger: Ledger) -> None:
+    def __init__(self, layout: Layout, backend: Backend, ledger: Ledger, slicing: Slicing = ALONE) -> None:
         self._layout = layout
+        self._slicing = slicing
         self._backend = backend
         self._ledger = ledger
         self._pages: dict[tuple[str, str, int], _Page] = {}
@@ -40,7 +42,7 @@ class HostSpace:
         """Bytes that `acquire` would reserve."""
         return sum(
             self._bytes(index, dtype)
-            for page, _, _, _ in self._layout.pages(index)
+            for page, _, _, _ in self._pages_of(index)
             if (kind, self._layout.chunks[index].dtype, page) not in self._pages
         )
 
@@ -50,7 +52,7 @@ class HostSpace:
         fragments: list[Fragment] = []
         taken: list[tuple[str, str, int]] = []
         try:
-            for page, in_page, in_chunk, length in self._layout.pages(index):
+            for page, in_page, in_chunk, length in self._pages_of(index):
                 key = (kind, spec.dtype, page)
                 if key not in self._pages:
                     self._ledger.reserve("host", kind, size)
@@ -71,7 +73,7 @@ class HostSpace:
         return fragments
 
     def release(self, kind: str, index: int, dtype: torch.dtype) -> None:
-        for page, _, _, _ in self._layout.pages(index):
+        for page, _, _, _ in self._pages_of(index):
             self._give_up((kind, self._layout.chunks[index].dtype, page), self._bytes(index, dtype))
 
     def _give_up(self, key: tuple[str, str, int], size: int) -> None:
@@ -84,8 +86,15 @@ class HostSpace:
 
     def _bytes(self, index: int, dtype: torch.dtype) -> int:
         """A page's bytes, or the chunk's where it is in one piece."""
-        elements = self._layout.unit if self._layout.cut == "page" else self._layout.chunks[index].size
-        return elements * dtype.itemsize
+        in_pages = self._layout.cut == "page" and not self._slicing.shared
+        size = self._layout.unit if in_pages else self._slicing.slice(self._layout.chunks[index].size)
+        return size * dtype.itemsize
+
+    def _pages_of(self, index: int) -> list[Place]:
+        """A rank's slice of a chunk is in one piece."""
+        if self._slicing.shared:
+            return [Place(index, 0, 0, self._slicing.slice(self._layout.chunks[index].size))]
+        return self._layout.pages(index)
 
     def check(self) -> None:
         for key, page in self._pages.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.disk.space import DiskSpace, Extent
-from ebbtide.errors import IntegrityError
+from ebbtide.errors import BudgetError, IntegrityError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.stage import BLOCK, pieces
 from ebbtide.units import round_up
@@ -90,17 +90,26 @@ class SsdSpace:
         per_element = sum(dtype.itemsize for _, dtype in kinds)
         try:
             for first, count in pieces(size, per_element, self.piece):
-                nbytes = offsets(kinds, count)[-1]
-                self._ledger.reserve("ssd", tag, nbytes)
-                try:
-                    group.pieces.append((first, count, self.disk.allocate(nbytes)))
-                except BaseException:
-                    self._ledger.release("ssd", tag, nbytes)
-                    raise
+                self._place(group, first, count)
         except BaseException:
             self._free(group)
             raise
         return group
+
+    def _place(self, group: Group, first: int, count: int) -> None:
+        """An extent for a piece; where what is free lies in fragments, several."""
+        nbytes = offsets(group.kinds, count)[-1]
+        self._ledger.reserve("ssd", group.tag, nbytes)
+        try:
+            group.pieces.append((first, count, self.disk.allocate(nbytes)))
+            return
+        except BaseException as error:
+            self._ledger.release("ssd", group.tag, nbytes)
+            if not isinstance(error, BudgetError) or count <= BLOCK or self.disk.room < nbytes:
+                raise
+        half = round_up(count // 2, BLOCK)
+        self._place(group, first, half)
+        self._place(group, first + half, count - half)
 
     def group(self, index: int) -> Group:
         """The state of a chunk."""

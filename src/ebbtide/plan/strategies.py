@@ -28,6 +28,7 @@ from ebbtide.layout import (
     ITEMSIZE,
     Chunk,
     Layout,
+    Slicing,
     Span,
     TensorSpec,
     build_layout,
@@ -263,12 +264,13 @@ def _setup(
     for tensor, wanted in zip(model.tensors, model.trained, strict=True):
         trained[layout.spans[tensor.name].chunk] |= wanted
     shared = _shared(model, layout) if ask.ranks > 1 else frozenset()
+    slicing = Slicing(ask.ranks)
     slices, whole, states = [], [], []
     for chunk in layout.chunks:
         item = ITEMSIZE[chunk.dtype]
         count = chunk.size
         if chunk.index in shared:
-            count = chunk.size // ask.ranks if whole_slices else round_up(-(-count // ask.ranks), ALIGNMENT)
+            count = chunk.size // ask.ranks if whole_slices else slicing.slice(count)
         state = (MOMENTS + _master_bytes(master, chunk.dtype)) * count if trained[chunk.index] else 0
         slices.append(count * item)
         whole.append(
@@ -365,7 +367,7 @@ def _grouped(layout: Layout, ranks: int) -> Layout:
     for chunk in layout.chunks:
         if chunk.size > layout.unit:
             group_of[chunk.index] = (len(made), 0)
-            size = round_up(chunk.size, ranks * ALIGNMENT)
+            size = Slicing(ranks).whole(chunk.size)
             made.append(replace(chunk, index=len(made), size=size))
     start = 0
     for place, chunk in enumerate(made):

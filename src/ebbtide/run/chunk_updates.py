@@ -67,10 +67,12 @@ class ChunkUpdates:
         home = self.homes[index]
         alone = [m for m in self.data.members[index] if m in self.kept]
         self.open_states(index)
+        self.places.forget(index)
         if home == "device":
             self._update_here(index, sources, alone, scale)
         else:
             self._submit(index, sources, alone, scale)
+        self.places.refresh(index)
 
     def update_one(self, member: int, gradient: torch.Tensor, scale: float) -> None:
         """Updates one parameter on the device from a gradient that lies by itself, flat and in storage order."""
@@ -134,7 +136,11 @@ class ChunkUpdates:
 
         run = self.stream if on_ssd else self.run
         self.updater.submit(
-            [*owned, *states], waits, lambda: run(tier, index, parts), finish, at_once=param.pins > 0
+            [*owned, *states],
+            waits,
+            lambda: run(tier, index, parts),
+            finish,
+            at_once=self.data.computed(index).pins > 0,
         )
 
     def _parts(self, sources: Mapping[Chunk, Sequence[int]], tier: str, scale: float) -> list[Part]:

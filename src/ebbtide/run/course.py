@@ -6,6 +6,7 @@ from ebbtide.memory.chunk import Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.evict import NEVER
 from ebbtide.plan.residency import next_use
+from ebbtide.plan.shape import PARAM, WHOLE
 
 IDLE, RUNNING, REVERSING, UPDATING = "idle", "forward", "backward", "update"
 
@@ -44,7 +45,7 @@ class Course:
     def distance(self, chunk: Chunk) -> int:
         """Moments until the chunk's next use; without a plan, those since its last one."""
         if self.plan is None:
-            return self._clock - self._last[chunk.index] if chunk.kind == "param" else NEVER
+            return self._clock - self._last[chunk.index] if chunk.kind in (PARAM, WHOLE) else NEVER
         firsts = self.plan.firsts[chunk.kind, chunk.index]
         return next_use(firsts, max(self.position, 0), len(self.plan.levels))
 

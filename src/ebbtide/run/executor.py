@@ -18,6 +18,7 @@ from ebbtide.intercept import Unit
 from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunk import SSD_READ, Chunk
 from ebbtide.plan.draft import Plan
+from ebbtide.plan.shape import WHOLE
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
 from ebbtide.run.course import IDLE, REVERSING, RUNNING, Course
@@ -223,6 +224,11 @@ class Executor:
     def _start_fetch(self, chunk: Chunk, rise: int) -> None:
         if chunk.device_valid:
             return
+        if chunk.kind == WHOLE:
+            self.places.gather(
+                chunk.index
+            )  # as planned whatever this rank's moves are at: the others do it now
+            return
         if chunk.host_valid or (chunk.ssd_valid and self.store.near == "device"):
             if self.room.ready(chunk.nbytes + rise):
                 self.store.fetch(chunk)
@@ -259,7 +265,7 @@ class Executor:
             done: list[Chunk] = []
             try:
                 for index in self.data.run_chunks[run]:
-                    chunk = self.data.parameter_chunk(index)
+                    chunk = self.data.computed(index)
                     self.places.hold(chunk)
                     done.append(chunk)
             except BaseException:
@@ -273,13 +279,13 @@ class Executor:
             if self.recorder is not None:
                 self.recorder.end(run)
             for index in self.data.run_chunks[run]:
-                self.data.parameter_chunk(index).pins -= 1
+                self.data.computed(index).pins -= 1
 
     def _sweep(self, everything: bool = False) -> None:
         """Releases the runs whose weights no backward operator looks at any more."""
         still: list[int] = []
         for run in self._reversing:
-            chunks = [self.data.parameter_chunk(i) for i in self.data.run_chunks[run]]
+            chunks = [self.data.computed(i) for i in self.data.run_chunks[run]]
             if not everything and any(self._seen(chunk) for chunk in chunks):
                 still.append(run)
             else:

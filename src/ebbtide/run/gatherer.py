@@ -94,8 +94,11 @@ class Gatherer:
     def _ranges(self, members: Sequence[int], known: frozenset[int]) -> Iterator[tuple[bool, int, int]]:
         """(whether there is something to add to, first element, elements): neighbours together."""
         open_: tuple[bool, int, int] | None = None
-        for member in sorted(members, key=lambda m: self._data.places[m].offset):
-            place, add = self._data.places[member], member in known
+        shares = self._data.shares
+        for member in sorted(members, key=lambda m: shares[m].offset):
+            place, add = shares[member], member in known
+            if not place.numel:
+                continue  # other ranks have it
             if open_ is not None and open_[0] == add and open_[1] + open_[2] == place.offset:
                 open_ = (add, open_[1], open_[2] + place.numel)
                 continue

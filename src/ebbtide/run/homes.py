@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ebbtide.memory.chunk import Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.hostside import beside_updates, streamed_state
-from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.shape import GRAD, PARAM, ModelShape, Settings
 from ebbtide.plan.stage import stored_bytes
 from ebbtide.run.executor import Executor
 from ebbtide.run.streaming import Streaming
@@ -72,7 +72,7 @@ class Homes:
             chunk.nbytes for index in self.at("device") for chunk in self._updates.state_chunks(index)
         )
         room = int(budgets["device"] * self._warmup_share)
-        largest = 2 * max(shape.parameter_bytes, default=0)
+        largest = 2 * max((shape.sizes[shape.used(i)] for i in range(shape.chunks)), default=0)
         return max(0, budgets["device"] - max(room, states + largest))
 
     def level_before_batch(self, shape: ModelShape) -> int:
@@ -131,6 +131,13 @@ class Homes:
             self.stream([i for i, home in enumerate(plan.homes) if home == "ssd"], plan.host.kept)
         for index in moving:
             self._move(index, plan.homes[index])
+
+    def tidy(self, plan: Plan) -> None:
+        """Copies on SSD that this plan will not need again give their places back."""
+        for key, chunk in self._store.chunks.items():
+            wanted = key in plan.evicted or chunk.index in plan.host.ssd_parameters
+            if chunk.kind in (PARAM, GRAD) and not wanted:
+                self._store.vacate(chunk)
 
     def _move(self, index: int, home: str) -> None:
         for chunk in self._updates.state_chunks(index):

@@ -235,7 +235,7 @@ class LockFree:
         self._turns.append(Turn(index, waiting, values, self._stream.submit(work)))
 
     def _copy(self, target: Chunk, source: Chunk) -> None:
-        used = self.data.layout.chunks[target.index].used
+        used = self.data.store.used(target.index)
         for _, (to, values) in aligned([(target, self.near), (source, self.near)], 0, used):
             self.kernels[self.near].copy(to.view(torch.uint8), values.view(torch.uint8))
 

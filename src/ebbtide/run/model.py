@@ -20,6 +20,7 @@ from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunk import TORCH_DTYPES, Chunk, Slices, cut
 from ebbtide.memory.chunks import ChunkStore
+from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import replace
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -94,6 +95,11 @@ class ModelData:
             Place(n, s.chunk, s.offset, s.numel, s.shape, s.stride)
             for n, s in ((n, layout.spans[n]) for n in names)
         ]
+        self.shares = [
+            store.slicing.share(place.offset, place.numel, layout.chunks[place.chunk].size)
+            for place in self.places
+        ]
+        """By parameter: what this rank's slice has of it."""
         self.members: list[list[int]] = [[] for _ in layout.chunks]
         for index, place in enumerate(self.places):
             self.members[place.chunk].append(index)
@@ -118,13 +124,24 @@ class ModelData:
         self._starts = [[self.places[p].offset for p in group] for group in self.members]
         self._storages: dict[int, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self.adopt: Callable[[int], None] = lambda index: None
+        """Called where the user has written to a chunk that ranks share: each takes its slice of it."""
+        self.collect: Callable[[int, torch.Tensor], None] = lambda member, flat: None
+        """Completes a parameter's elements with those that other ranks have."""
+        self._computed = WHOLE if store.slicing.shared else PARAM
         for index, spec in enumerate(layout.chunks):
-            store.add("param", index, TORCH_DTYPES[spec.dtype])
+            for kind in {PARAM, self._computed}:
+                store.add(kind, index, TORCH_DTYPES[spec.dtype])
 
     # -- what a chunk is made of ----------------------------------------------------------------------
 
     def parameter_chunk(self, index: int) -> Chunk:
-        return self.store.chunks["param", index]
+        """What this rank has of a chunk's parameters."""
+        return self.store.chunks[PARAM, index]
+
+    def computed(self, index: int) -> Chunk:
+        """What the module's parameters are views of: all of the chunk."""
+        return self.store.chunks[self._computed, index]
 
     def master_dtype(self, index: int) -> torch.dtype | None:
         """The dtype of a chunk's master, or None where the parameter is its own."""
@@ -139,7 +156,7 @@ class ModelData:
         if self.bound[index]:
             return
         self._refuse_lost_writes(index)
-        chunk = self.parameter_chunk(index)
+        chunk = self.computed(index)
         view = chunk.view()
         for member in self.members[index]:
             place = self.places[member]
@@ -153,7 +170,7 @@ class ModelData:
         """Before the chunk leaves: its parameters become loud placeholders."""
         if not self.bound[index]:
             return
-        chunk = self.parameter_chunk(index)
+        chunk = self.computed(index)
         assert chunk.device is not None
         for member in self.members[index]:
             self.parameters[member].data = self._placeholder(member)
@@ -174,7 +191,10 @@ class ModelData:
         """A write in place by the user makes the device copy the newest one."""
         if self.written(index):
             self._versions[index] = self._version(index)
-            self.store.written(self.parameter_chunk(index), "device")
+            if self.store.slicing.shared:
+                self.adopt(index)
+            else:
+                self.store.written(self.computed(index), "device")
 
     def _refuse_lost_writes(self, index: int) -> None:
         known = self._versions[index]
@@ -211,7 +231,7 @@ class ModelData:
             return None
         if chunk is None:
             return None
-        itemsize = self.parameter_chunk(chunk).dtype.itemsize
+        itemsize = self.computed(chunk).dtype.itemsize
         offset = tensor.storage_offset() * tensor.dtype.itemsize // itemsize
         member = self.members[chunk][max(0, bisect_right(self._starts[chunk], offset) - 1)]
         return Handle(
@@ -224,7 +244,7 @@ class ModelData:
         )
 
     def rebuild(self, handle: Handle) -> torch.Tensor:
-        memory = self.parameter_chunk(handle.chunk).device
+        memory = self.computed(handle.chunk).device
         assert memory is not None
         return memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)
 
@@ -245,9 +265,13 @@ class ModelData:
 
     def store_value(self, member: int, value: torch.Tensor, kernels: Kernels, first: int = 0) -> None:
         """Writes a parameter's value (dense, in storage order), or its elements from `first` on, into parameter and
-        master, where they are."""
-        place, count = self.places[member], value.numel()
-        offset = place.offset + first
+        master, where they are; what other ranks have is theirs to write."""
+        place, share = self.places[member], self.shares[member]
+        begin, end = max(first, share.first), min(first + value.numel(), share.first + share.numel)
+        if begin >= end:
+            return
+        value, count = value[begin - first : end - first], end - begin
+        offset = share.offset + begin - share.first
         copies = self._copies(member)
         changed = {chunk: torch.empty(count, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"}
         parts: list[Slices] = [
@@ -272,15 +296,21 @@ class ModelData:
             self.written_on_ssd(place.chunk)
 
     def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
-        """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides."""
-        place = self.places[member]
+        """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides. Ranks that share
+        chunks call it together."""
+        place, share = self.places[member], self.shares[member]
         flat = torch.empty(place.numel, dtype=torch.float32)
-        self.load_range(member, 0, flat, kernels)
+        self.load_range(member, share.first, flat[share.first : share.first + share.numel], kernels)
+        self.collect(member, flat)
         return flat.as_strided(place.shape, place.stride)
 
     def load_range(self, member: int, first: int, out: torch.Tensor, kernels: Kernels) -> None:
-        """Fills `out` with its elements from `first` on, in storage order; what is on SSD is read."""
-        offset, count = self.places[member].offset + first, out.numel()
+        """Fills `out` with its elements from `first` on, in storage order, which are this rank's; what is on SSD is
+        read."""
+        share, count = self.shares[member], out.numel()
+        if not count:
+            return
+        offset = share.offset + first - share.first
         parts: list[Slices] = [
             [(0, self.store.peek(chunk, offset, count))]
             if tier == "ssd"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ebbtide.backend import Event
 from ebbtide.memory.chunk import SSD_WRITE, TO_DEVICE, Chunk
+from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.course import Course
 from ebbtide.run.model import ModelData
 from ebbtide.run.room import Room
@@ -18,6 +19,9 @@ class Places:
     def __init__(self, data: ModelData, course: Course, room: Room) -> None:
         self.data, self.store, self.room = data, data.store, room
         self._course = course
+        self.gather: Callable[[int], None] = lambda index: None
+        """Starts bringing a chunk that ranks share to the device as a whole."""
+        data.adopt = self._adopt
 
     # -- the device -----------------------------------------------------------------------------------
 
@@ -36,13 +40,16 @@ class Places:
         if chunk.move is not None or chunk.work is not None:
             self.store.turn_back(chunk)
         if not chunk.device_valid:
-            self._load(chunk)
-            self.room.make_for(chunk, "device")
-            self.store.fetch(chunk)
+            if chunk.kind == WHOLE:
+                self.gather(chunk.index)
+            else:
+                self._load(chunk)
+                self.room.make_for(chunk, "device")
+                self.store.fetch(chunk)
             self.store.settle(chunk)
-        if chunk.kind == "param":
+        if chunk.kind in (PARAM, WHOLE):
             self._course.touch(chunk)
-            if not self.data.bound[chunk.index]:
+            if chunk is self.data.computed(chunk.index) and not self.data.bound[chunk.index]:
                 self.data.bind(chunk.index)
 
     def _load(self, chunk: Chunk) -> None:
@@ -58,7 +65,7 @@ class Places:
         held: list[Chunk] = []
         try:
             for index in range(len(self.data.members)):
-                chunk = self.data.parameter_chunk(index)
+                chunk = self.data.computed(index)
                 self.hold(chunk)
                 held.append(chunk)
             yield
@@ -102,10 +109,38 @@ class Places:
         if chunk.device is None or chunk.pins:
             return
         if self.store.near == "device":
-            self.data.unbind(chunk.index)
+            self._unbind(chunk)
         elif chunk.move is None:
-            self.data.unbind(chunk.index)
+            self._unbind(chunk)
             self.store.drop(chunk, "device")
+
+    def _unbind(self, chunk: Chunk) -> None:
+        if chunk is self.data.computed(chunk.index):
+            self.data.unbind(chunk.index)
+
+    def forget(self, index: int) -> None:
+        """The parameters of a chunk are about to change: what was gathered of it is out of date. Not where it is pinned:
+        then it is filled again."""
+        whole = self.data.computed(index)
+        if whole.kind == WHOLE and whole.device is not None and not whole.pins:
+            self.data.unbind(index)
+            self.store.free(whole)
+
+    def refresh(self, index: int) -> None:
+        """They have changed: what is pinned of the gathered chunk is filled again."""
+        whole = self.data.computed(index)
+        if whole.kind == WHOLE and whole.pins:
+            whole.mark("device", False)
+            self.gather(index)
+            self.store.settle(whole)
+
+    def _adopt(self, index: int) -> None:
+        """The user has written to a gathered chunk: this rank's slice of it is what counts."""
+        whole, param = self.data.computed(index), self.data.parameter_chunk(index)
+        with self.placed(param, "device"):
+            first = self.store.slicing.rank * param.size
+            param.view().copy_(whole.view()[first : first + param.size])
+            self.store.written(param, "device")
 
     def leave_stale(self, chunk: Chunk) -> None:
         """A parameter was updated on the host: its device copy goes, or is filled again where it is pinned."""
@@ -115,7 +150,7 @@ class Places:
             self.store.fetch(chunk)
             self.store.settle(chunk)
             return
-        self.data.unbind(chunk.index)
+        self._unbind(chunk)
         self.store.drop(chunk, "device")
 
     # -- optimizer state ------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 from ebbtide.errors import BudgetError
-from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, Chunk
+from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.plan.evict import Candidate, choose
+from ebbtide.plan.shape import GRAD, PARAM, WHOLE
 from ebbtide.run.activations import Activations
 from ebbtide.run.course import Course
 from ebbtide.run.jobs import Updater
@@ -143,7 +144,7 @@ class Room:
             while self.ledger.room("device") < target and self._updater.settle_oldest():
                 continue
             return
-        for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ):
+        for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ, WIRE):
             for chunk in self.store.moving(link):
                 if attempt == "leaving" and self.ledger.room("device") >= target:
                     return
@@ -154,7 +155,7 @@ class Room:
         chunks = [
             c
             for c in self.store.chunks.values()
-            if c.kind in ("param", "grad")
+            if c.kind in (PARAM, GRAD, WHOLE)
             and c.device is not None
             and c.move is None
             and c not in self._guarded
@@ -162,20 +163,26 @@ class Room:
         ]
         course = self._course
         candidates = [
-            Candidate(key, c.nbytes, course.distance(c), course.last(c), c.device_valid and not c.host_valid)
+            Candidate(
+                key,
+                c.nbytes,
+                course.distance(c),
+                course.last(c),
+                self.store.only_here(c),
+            )
             for key, c in enumerate(chunks)
         ]
         return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
 
     def evict(self, chunk: Chunk) -> None:
         """Starts a chunk's way off the device; what is out of date there just goes."""
-        if chunk.kind == "param":
+        if chunk is self.data.computed(chunk.index):
             self.data.notice_writes(chunk.index)
             self.data.unbind(chunk.index)
         if not chunk.device_valid and chunk.move is None:
             self.store.drop(chunk, "device")
             return
-        if self.store.near == "host" and not chunk.host_valid and not chunk.ssd_valid:
+        if self.store.near == "host" and not chunk.host_valid and not chunk.ssd_valid and chunk.kind != WHOLE:
             self.make_for(chunk, "host")
         self.store.evict(chunk)
 

@@ -6,6 +6,7 @@ planned; it knows nothing of configs, files or users.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +22,8 @@ from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
-from ebbtide.layout import build_layout, unit_elements
+from ebbtide.layout import ALONE, Slicing, build_layout, unit_elements
+from ebbtide.memory.chunk import PASSING
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import OFF
@@ -35,9 +37,12 @@ from ebbtide.run.hosted import HostModules
 from ebbtide.run.jobs import Updater
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, specs_of
+from ebbtide.run.ranks import Ranks
 from ebbtide.run.recording import Recording, imagine
 from ebbtide.run.room import Room
 from ebbtide.run.setup import Choice, check_fit
+from ebbtide.run.shares import SharedGradients
+from ebbtide.run.sharing import Sharing
 from ebbtide.run.source import Source, replace
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.terms import cost_of, settings_of, shape_of
@@ -58,7 +63,9 @@ class Session:
         peers: WeakSet[Room],
         source: Source | None = None,
         disk: DiskSpace | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: those that share the chunks."""
         self.module, self.config, self.backend, self.ledger = module, config, backend, ledger
         parameters, runs, units = find_units(module, list(choice.managed.values()))
         name_of = {id(p): n for n, p in choice.managed.items()}
@@ -66,7 +73,8 @@ class Session:
         specs = specs_of(names, parameters, [choice.dtypes[n] for n in names])
         size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
         self.layout = build_layout(specs, config.layout, size)
-        self.store = ChunkStore(self.layout, backend, ledger, disk)
+        slicing = ALONE if ranks is None else Slicing(ranks.size, ranks.rank)
+        self.store = ChunkStore(self.layout, backend, ledger, disk, slicing)
         self.data = ModelData(names, parameters, runs, self.layout, self.store, config.resolved_master)
         self.executor = Executor(self.data, config.eviction, Updater(background=config.prefetch))
         self.room, self.places = self.executor.room, self.executor.places
@@ -77,12 +85,14 @@ class Session:
         self.updates.stop_nonfinite = config.nonfinite == "stop"
         self.updates.norm_wanted = config.clip is not None or config.precision == "fp16"
         self.updates.add_chunks()
+        self.sharing = None if ranks is None else self._share(ranks, kernels["device"])
         self.executor.on_gradient = self.updates.capture
         self.executor.reclaim = self.updates.taken.reclaim
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
-        self.updates.kept.always = backend.kind == "cpu" and self._alone()
+        as_they_are = backend.kind == "cpu" and ranks is None
+        self.updates.kept.always = as_they_are and self._alone()
         self.updates.kept.where_planned = (
-            backend.kind == "cpu" and self.updates.in_backward and self.store.near == "device"
+            as_they_are and self.updates.in_backward and self.store.near == "device"
         )
         self.room.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
@@ -116,6 +126,12 @@ class Session:
         self.executor.beside, self.data.before_values = made.tick, made.drain
         return made
 
+    def _share(self, ranks: Ranks, kernels: Kernels) -> Sharing:
+        made = Sharing(self.data, self.places, ranks, kernels)
+        self.places.gather, self.data.collect = made.gather, made.collect
+        self.updates.shares = SharedGradients(self.updates, self.executor, made)
+        return made
+
     @property
     def shape(self) -> ModelShape:
         return self.traces.shape
@@ -137,14 +153,14 @@ class Session:
             for peer in self.room.peers
             if peer is not self.room
             for c in peer.store.chunks.values()
-            if getattr(c, tier) is not None and c.kind not in ("param", "grad")
+            if getattr(c, tier) is not None and c.kind not in PASSING
         )
         return self.ledger.budgets[tier] - self.ledger.tags[tier].get("host modules", 0) - taken
 
     def _plan_by(self, config: Config) -> None:
         """What plans are made by, and what they move."""
         shape = shape_of(self.data, self.updates)
-        settings = settings_of(config, self.budget)
+        settings = settings_of(config, self.budget, self.sharing is not None)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = Traces(shape, settings, cost, config.offload_activations)
         self.homes = Homes(self.updates, self.executor, self.streaming, settings, config.warmup_share)
@@ -167,7 +183,9 @@ class Session:
         if self.config.resolved_master == "separate" and self.config.accumulate == 1:
             grads = 0
         needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
-        check_fit(self.ledger, needed, max(shape.parameter_bytes, default=0))
+        check_fit(
+            self.ledger, needed, max((shape.sizes[shape.used(i)] for i in range(shape.chunks)), default=0)
+        )
 
     def _take_over(self, choice: Choice, source: Source | None) -> None:
         """Moves the user's values, or the source's, into chunks, one chunk at a time."""
@@ -186,7 +204,7 @@ class Session:
             for member in members:
                 self.data.store_value(member, self._first_value(member, source), kernels)
                 self.data.release_original(member)
-            if tier == "device":
+            if tier == "device" and self.sharing is None:
                 self.data.bind(index)
         self.homes.restream()
         if source is not None:
@@ -231,6 +249,8 @@ class Session:
         self._notice_unfrozen()
         if self.course.phase != IDLE:
             return  # a second forward before one backward belongs to the same pass
+        if self.sharing is not None:
+            self.sharing.begin()
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
@@ -303,6 +323,7 @@ class Session:
         plan = self.traces.plan(known)
         if plan is not self.course.plan or not self.homes.as_in(plan):
             self.homes.follow(plan)
+        self.homes.tidy(plan)
         self.streaming.expect(
             plan.update_order(self.config.updates == "in-backward", self.shape.parameter_chunk)
         )
@@ -342,6 +363,19 @@ class Session:
         self.executor.finish()
         for parameter in self.data.parameters:
             parameter.grad = None  # one that arrived and was not taken would be added to the next
+
+    def of_all_ranks(self, losses: list[torch.Tensor]) -> list[float]:
+        """Of each rank the first that is not finite, if there is one; else its last."""
+        values = [float(loss) for loss in losses]
+        if self.sharing is None:
+            return values
+        bad = [value for value in values if not math.isfinite(value)]
+        return [float(row) for row in self.sharing.ranks.objects((bad or values)[-1])]
+
+    def average_unmanaged(self) -> None:
+        """Parameters outside the chunks get the mean gradients of the ranks."""
+        if self.sharing is not None:
+            self.sharing.average(self.unmanaged.parameters)
 
     # -- update ---------------------------------------------------------------------------------------
 

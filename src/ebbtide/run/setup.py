@@ -77,8 +77,15 @@ def _is_dense(parameter: torch.Tensor) -> bool:
     return True
 
 
-def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
-    """Bytes of each tier. On a CPU device and host are RAM: without a device budget there is one of them only."""
+def resolve_budgets(config: Config, backend: Backend, neighbours: int = 1) -> dict[str, int]:
+    """Bytes of each tier. On a CPU device and host are RAM: without a device budget there is one of them only. Host and
+    SSD are the machine's, which `neighbours` processes share."""
+    asked = _resolve(config, backend, neighbours)
+    return {tier: count if tier == "device" else count // neighbours for tier, count in asked.items()}
+
+
+def _resolve(config: Config, backend: Backend, neighbours: int) -> dict[str, int]:
+    """With the host and the SSD of the machine."""
     free, capacity = backend.available(), backend.capacity()
     device, host = config.device.memory, config.host.memory
     for tier, asked in (("device", device), ("host", host)):
@@ -91,12 +98,13 @@ def resolve_budgets(config: Config, backend: Backend) -> dict[str, int]:
         device = int(free["device"] * (1 - MARGIN)) if device == "auto" else device
         host = int(free["host"] * (1 - MARGIN)) if host == "auto" else host
     elif device == "auto" and config.placement != "auto" and host == "auto" and config.ssd.memory == 0:
-        device = host = int(free["device"] * (1 - MARGIN)) // 2  # a named placement needs both tiers
+        host = int(free["device"] * (1 - MARGIN)) // 2  # a named placement needs both tiers
+        device = host // neighbours
     elif device == "auto":
         host = 0 if host == "auto" else host
-        device = max(0, int(free["device"] * (1 - MARGIN)) - int(host))
+        device = max(0, int(free["device"] * (1 - MARGIN)) - int(host)) // neighbours
     else:
-        host = max(0, int(free["host"] * (1 - MARGIN)) - device) if host == "auto" else host
+        host = max(0, int(free["host"] * (1 - MARGIN)) - device * neighbours) if host == "auto" else host
     return {"device": int(device), "host": int(host), "ssd": _ssd_budget(config)}
 
 
@@ -178,7 +186,12 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: 
     return "|".join(parts)
 
 
-def refuse_unbuilt(config: Config) -> None:
+def refuse_unbuilt(config: Config, shared: bool) -> None:
+    """`shared`: by several ranks."""
+    if shared and config.updates == "lock-free":
+        raise UnsupportedError(
+            'updates = "lock-free" is not built for several ranks yet; use updates = "exact" or "in-backward"'
+        )
     if config.updates == "in-backward" and config.precision == "fp16":
         raise UnsupportedError(
             'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '

@@ -49,8 +49,11 @@ class Steps:
         place of the optimizer's."""
         groups = groups or self.groups
         open_: Segment | None = None
-        for member in sorted(members, key=lambda m: self.data.places[m].offset):
-            place = self.data.places[member]
+        shares = self.data.shares
+        for member in sorted(members, key=lambda m: shares[m].offset):
+            place = shares[member]
+            if not place.numel:
+                continue  # other ranks have it
             group = groups[self.group_of[member]]
             coefficients = self.rule.coefficients(group, self.counts[member], scale)
             if open_ is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ebbtide.memory.chunk import Chunk
@@ -20,7 +21,14 @@ class Streaming:
         self._reserved = 0
         self.kept: dict[int, int] = {}
         """By chunk, how many of its pieces stay in RAM."""
-        store.before_stored = self._settle
+        settle = weakref.WeakMethod(self._settle)  # the store outlives an engine that nobody holds, for a moment
+
+        def before(chunk: Chunk) -> None:
+            found = settle()
+            if found is not None:
+                found(chunk)
+
+        store.before_stored = before
 
     def open(self, chunks: Sequence[int], room: Room, kept: Mapping[int, int]) -> None:
         """Buffers for these chunks' state, and what SSD has of it. `kept`: by chunk, how many pieces stay in RAM."""

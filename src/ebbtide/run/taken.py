@@ -26,20 +26,19 @@ class TakenSpace:
     def restore(self, members: Sequence[int]) -> None:
         """Rebuilds parameters from their masters."""
         for member in members:
-            place = self.data.places[member]
-            index = place.chunk
+            index, share = self.data.places[member].chunk, self.data.shares[member]
             master = self.store.chunks["master", index]
             param = self.data.parameter_chunk(index)
             home = self.homes[index]
             tier = self.store.near if home == "ssd" else home
             with self.places.placed(param, tier):
-                copy = list(param.slices(tier, place.offset, place.numel))
+                copy = list(param.slices(tier, share.offset, share.numel))
                 if home == "ssd":
                     self.store.settle(master)
-                    values: Slices = [(0, self.store.peek(master, place.offset, place.numel))]
+                    values: Slices = [(0, self.store.peek(master, share.offset, share.numel))]
                 else:
-                    values = list(master.slices(tier, place.offset, place.numel))
-                for _, (target, source) in cut([copy, values], place.numel):
+                    values = list(master.slices(tier, share.offset, share.numel))
+                for _, (target, source) in cut([copy, values], share.numel):
                     self.kernels[tier].split(source, target, source)
                 self.store.written(param, tier)
             if tier == "host":
@@ -53,14 +52,14 @@ class TakenSpace:
     def give_back(self) -> None:
         """Parameters are wanted before the update: their gradients move to a space of their own."""
         for member in sorted(self.members):
-            place = self.data.places[member]
-            param, grad = self.data.parameter_chunk(place.chunk), self.store.chunks["grad", place.chunk]
+            index, share = self.data.places[member].chunk, self.data.shares[member]
+            param, grad = self.data.parameter_chunk(index), self.store.chunks["grad", index]
             tier = "device"
             if grad.free:
                 self.places.room.make(tier, grad.nbytes)
                 self.store.allocate(grad, tier, zero=True)
             with self.places.placed(param, tier), self.places.placed(grad, tier):
-                for _, (target, source) in aligned([(grad, tier), (param, tier)], place.offset, place.numel):
+                for _, (target, source) in aligned([(grad, tier), (param, tier)], share.offset, share.numel):
                     target.copy_(source)
                 self.store.written(grad, tier)
         members, self.members = sorted(self.members), set()

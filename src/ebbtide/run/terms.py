@@ -20,11 +20,14 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     states = tuple(sum(chunk.nbytes for chunk in updates.state_chunks(index)) for index in count)
     params = tuple(data.parameter_chunk(index).nbytes for index in count)
     grads = tuple(p if trained else 0 for p, trained in zip(params, data.trained, strict=True))
-    return ModelShape(data.run_chunks, tuple(place.chunk for place in data.places), params, grads, states)
+    shared = data.store.slicing.shared
+    whole = tuple(data.computed(index).nbytes for index in count) if shared else ()
+    places = tuple(place.chunk for place in data.places)
+    return ModelShape(data.run_chunks, places, params, grads, states, whole)
 
 
-def settings_of(config: Config, budget: Callable[[str], int]) -> Settings:
-    """`budget` by tier."""
+def settings_of(config: Config, budget: Callable[[str], int], shared: bool) -> Settings:
+    """`budget` by tier; `shared`: by ranks."""
     return Settings(
         budget("device"),
         budget("host"),
@@ -36,6 +39,7 @@ def settings_of(config: Config, budget: Callable[[str], int]) -> Settings:
         config.resolved_master == "separate"
         and config.accumulate == 1
         and config.updates == "exact"
+        and not shared
         and config.placement != "static",
         ssd=budget("ssd"),
         waiting_width=config.waiting_width,

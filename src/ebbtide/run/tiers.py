@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -13,6 +16,7 @@ from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import ConfigError
 from ebbtide.memory.ledger import Ledger
+from ebbtide.run.ranks import Ranks, neighbours
 from ebbtide.run.room import Room
 from ebbtide.run.setup import resolve_budgets
 
@@ -25,6 +29,8 @@ class Tiers:
     ledger: Ledger
     disk: DiskSpace | None = None
     rooms: WeakSet[Room] = field(default_factory=WeakSet)
+    own_folders: tuple[str, ...] = ()
+    """Those on SSD that were made for this rank."""
 
     def close_unused(self) -> None:
         """The end, where no engine is left."""
@@ -33,25 +39,39 @@ class Tiers:
 
     def close(self) -> None:
         """Removes the files on SSD; the memory goes with its chunks."""
-        if self.disk is not None:
-            self.disk.close()
+        if self.disk is None:
+            return
+        self.disk.close()
+        for folder in self.own_folders:
+            with suppress(OSError):  # somebody else has put something there
+                os.rmdir(folder)
 
 
 _shared: dict[str, Tiers] = {}
 
 
-def open_tiers(config: Config) -> Tiers:
-    """Fresh tiers with the config's budgets."""
+def open_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
+    """Fresh tiers with the config's budgets. Ranks that share chunks share what their machine has; the one with the
+    least of a tier decides for all, so that they have one plan."""
     backend = open_backend(config.device.kind, config.poison)
-    budgets = resolve_budgets(config, backend)
+    place, count = (0, 1) if ranks is None else neighbours(ranks)
+    budgets = resolve_budgets(config, backend, count)
+    folders = config.ssd.folder
+    if ranks is not None:
+        everywhere = ranks.numbers([budgets[tier] for tier in sorted(budgets)])
+        budgets = {tier: min(row[i] for row in everywhere) for i, tier in enumerate(sorted(budgets))}
+        folders = tuple(str(Path(folder) / f"rank-{place}") for folder in folders)
     disk = None
     if budgets["ssd"]:
-        disk = DiskSpace(config.ssd.folder, budgets["ssd"], checksums=config.ssd.checksums)
+        for own, folder in zip(folders, config.ssd.folder, strict=True):
+            if own != folder and Path(folder).is_dir():
+                Path(own).mkdir(exist_ok=True)
+        disk = DiskSpace(folders, budgets["ssd"], checksums=config.ssd.checksums)
     backend.limit(budgets["device"])
-    return Tiers(backend, Ledger(budgets), disk)
+    return Tiers(backend, Ledger(budgets), disk, own_folders=() if ranks is None else folders)
 
 
-def shared_tiers(config: Config) -> Tiers:
+def shared_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
     """The process's tiers for this kind of device: a second engine shares the first one's budgets."""
     kind = config.device.kind
     if kind == "auto":
@@ -62,7 +82,7 @@ def shared_tiers(config: Config) -> Tiers:
     if tiers is None or not tiers.rooms:
         if tiers is not None:
             tiers.close()
-        tiers = _shared[kind] = open_tiers(config)
+        tiers = _shared[kind] = open_tiers(config, ranks)
         return tiers
     asked_of = {"device": config.device.memory, "host": config.host.memory, "ssd": config.ssd.memory}
     for tier, asked in asked_of.items():

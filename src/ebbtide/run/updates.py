@@ -17,11 +17,13 @@ import torch
 from ebbtide.errors import NonFiniteError, UnsupportedError
 from ebbtide.kernels import Kernels, Rule
 from ebbtide.memory.chunk import Chunk
+from ebbtide.plan.shape import WHOLE_GRAD
 from ebbtide.run.chunk_updates import ChunkUpdates
 from ebbtide.run.executor import Executor
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, laid_like
+from ebbtide.run.shares import SharedGradients
 from ebbtide.run.taken import TakenSpace
 
 
@@ -53,6 +55,8 @@ class Updates:
         self.scale = 1.0
         """What gradients are multiplied with in in-backward updates."""
         self.lock_free: LockFree | None = None
+        self.shares: SharedGradients | None = None
+        """Where ranks share the chunks."""
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
@@ -74,7 +78,10 @@ class Updates:
             self.store.add("master", index, master)
         for kind in self.rule.states:
             self.store.add(kind, index, torch.float32)
-        self.store.add("grad", index, self.data.parameter_chunk(index).dtype)
+        dtype = self.data.parameter_chunk(index).dtype
+        self.store.add("grad", index, dtype)
+        if self.store.slicing.shared:
+            self.store.add(WHOLE_GRAD, index, dtype)
 
     # -- gradients ------------------------------------------------------------------------------------
 
@@ -89,6 +96,9 @@ class Updates:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         index = self.data.places[member].chunk
+        if self.shares is not None:
+            self.shares.capture(member, gradient)
+            return
         if self.in_backward and self.arrived[member]:
             raise UnsupportedError(
                 f"{self.data.names[member]} received a second gradient in one backward pass (a weight shared by "
@@ -98,8 +108,8 @@ class Updates:
             self._apply_now(member, gradient)
             return
         self._hold(member, gradient)
-        if self.in_backward and all(self.arrived[m] for m in self._expected(index)):
-            self._apply_chunk(index)
+        if self.in_backward and all(self.arrived[m] for m in self.expected(index)):
+            self.apply_chunk(index)
 
     def _hold(self, member: int, gradient: torch.Tensor) -> None:
         """Copies or adds a gradient into the chunk that holds it until the update, or keeps it as it is."""
@@ -154,7 +164,7 @@ class Updates:
             return self.data.parameter_chunk(index)
         return self.store.chunks["grad", index]
 
-    def _expected(self, index: int) -> list[int]:
+    def expected(self, index: int) -> list[int]:
         return [
             m
             for m in self.data.members[index]
@@ -173,6 +183,8 @@ class Updates:
 
     def _sums(self) -> dict[int, float]:
         """The sum of squares of each gradient that arrived; what is on the device is read in one go."""
+        if self.shares is not None:
+            return self.shares.sums()
         members = [m for m, count in enumerate(self.arrived) if count]
         waiting = [m for m in members if isinstance(self.squares[m], torch.Tensor)]
         if waiting:
@@ -222,6 +234,8 @@ class Updates:
             chunk = self.store.chunks["grad", index]
             if chunk.work is None:  # else it is being consumed
                 self.store.free(chunk)
+        if self.shares is not None:
+            self.shares.discard()
         for member in range(len(self.arrived)):
             self.arrived[member] = 0
             self.squares[member] = 0.0
@@ -241,7 +255,7 @@ class Updates:
         self.arrived[member] = 1
         self.applied += 1
 
-    def _apply_chunk(self, index: int) -> None:
+    def apply_chunk(self, index: int) -> None:
         """In-backward, state on the host: all gradients of a chunk are there, they go to the host and through."""
         members = [m for m in self.data.members[index] if self.arrived[m]]
         for member in members:
@@ -251,16 +265,23 @@ class Updates:
 
     def finish_backward(self) -> None:
         """In-backward: chunks where some parameter got no gradient still wait for their update."""
+        if self.shares is not None:
+            self.shares.finish()
+            return
         for index, members in enumerate(self.data.members):
             grad = self.store.chunks.get(("grad", index))
             held = grad is not None and not grad.free and grad.work is None
             if self.in_backward and (held or any(member in self.kept for member in members)):
-                self._apply_chunk(index)
+                self.apply_chunk(index)
 
     def _refuse_nonfinite(self, member: int) -> None:
         """In-backward an update cannot be taken back, so a bad gradient stops it before it is applied."""
         if self.stop_nonfinite and not math.isfinite(float(self.squares[member])):
-            raise NonFiniteError(
-                f"the gradient of {self.data.names[member]} is not finite; its update was not applied, those of the "
-                'parameters before it were (updates = "in-backward"). Load a checkpoint, and look at the loss'
-            )
+            raise NonFiniteError(refused(self.data.names[member]))
+
+
+def refused(name: str) -> str:
+    return (
+        f"the gradient of {name} is not finite; its update was not applied, those of the parameters before it were "
+        '(updates = "in-backward"). Load a checkpoint, and look at the loss'
+    )

@@ -48,7 +48,10 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
 def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> None:
     """Writes elements of a managed parameter, in storage order; a device copy that is out of date by that goes."""
     session.data.store_value(member, flat, session.updates.kernels["host"], first)
-    param = session.data.parameter_chunk(session.data.places[member].chunk)
+    index = session.data.places[member].chunk
+    param = session.data.parameter_chunk(index)
+    session.places.forget(index)
+    session.places.refresh(index)
     if not param.device_valid:
         session.places.leave_stale(param)
 
@@ -63,13 +66,14 @@ def gradient(session: Session, name: str) -> torch.Tensor | None:
         return None
     if member in updates.kept:
         return updates.kept[member].to("cpu", torch.float32, copy=True).div_(session.config.accumulate)
-    place = session.data.places[member]
+    place, share = session.data.places[member], session.data.shares[member]
     chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
     session.store.settle(chunk, host=True)
     tier = "host" if chunk.host_valid else "device"
     flat = torch.empty(place.numel)
-    for start, piece in chunk.slices(tier, place.offset, place.numel):
-        flat[start : start + piece.numel()].copy_(piece)
+    for start, piece in chunk.slices(tier, share.offset, share.numel):
+        flat[share.first + start : share.first + start + piece.numel()].copy_(piece)
+    session.data.collect(member, flat)
     flat /= session.config.accumulate
     return flat.as_strided(place.shape, place.stride)
 

@@ -1,0 +1,162 @@
+"""Gradients of chunks that ranks share: captured whole, reduced to slices, and summed up for the norm.
+
+The norm is that of the whole tensors: each rank takes the sums of its slices' blocks, all ranks get all of them, and
+add up each tensor's in the one order that there is. So it does not depend on where slices are cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.errors import NonFiniteError
+from ebbtide.kernels.base import BLOCK
+from ebbtide.layout import Slicing
+from ebbtide.memory.chunk import Chunk
+from ebbtide.plan.shape import WHOLE_GRAD
+from ebbtide.run.executor import Executor
+from ebbtide.run.sharing import Sharing
+
+if TYPE_CHECKING:
+    from ebbtide.run.updates import Updates
+
+
+class SharedGradients:
+    def __init__(self, updates: Updates, executor: Executor, sharing: Sharing) -> None:
+        self._updates, self._data, self._store = updates, updates.data, updates.store
+        self._executor, self._sharing = executor, sharing
+        self._kernels = updates.kernels["device"]
+        self._passed: dict[int, int] = {}
+        """By parameter: gradients that came in this pass and were not reduced yet."""
+        self._blocks: dict[int, torch.Tensor] = {}
+        """By parameter: the sums of the blocks that this rank has of its gradient."""
+        self._sums: dict[int, float] | None = None
+        self._wanted: dict[int, int] = {}
+        """By parameter: how often a gradient comes in a pass, where that is more than once."""
+        self._plan: object = None
+        sharing.arrived = lambda index: [member in self._passed for member in self._data.members[index]]
+        sharing.reduced = self._reduced
+
+    def capture(self, member: int, gradient: torch.Tensor) -> None:
+        place = self._data.places[member]
+        chunk = self._store.get(WHOLE_GRAD, place.chunk)
+        if chunk.free:
+            self._executor.room.make_for(chunk, "device")
+            self._store.allocate(chunk, "device")
+        view = chunk.view().as_strided(place.shape, place.stride, place.offset)
+        self._kernels.capture(view, gradient, member in self._passed)
+        self._passed[member] = self._passed.get(member, 0) + 1
+        if all(self._passed.get(m, 0) >= self._times(m) for m in self._updates.expected(place.chunk)):
+            self._sharing.complete(place.chunk)
+
+    def _times(self, member: int) -> int:
+        """How often a gradient comes, as far as it is known."""
+        plan = self._executor.course.plan
+        if plan is not self._plan:
+            self._plan, self._wanted = plan, {}
+            for arrival in plan.record.arrivals if plan is not None else ():
+                self._wanted[arrival.parameter] = self._wanted.get(arrival.parameter, 0) + 1
+        return self._wanted.get(member, 1)
+
+    def finish(self) -> None:
+        """The pass is over."""
+        self._sharing.end(sorted({self._data.places[member].chunk for member in self._passed}))
+
+    def discard(self) -> None:
+        for index in {self._data.places[member].chunk for member in self._passed}:
+            self._store.free(self._store.get(WHOLE_GRAD, index))
+        self._passed.clear()
+        self._blocks.clear()
+        self._sums = None
+
+    # -- reduced --------------------------------------------------------------------------------------
+
+    def _reduced(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
+        """The slice has the sum over the ranks."""
+        updates, members = self._updates, self._data.members[index]
+        view = grad.view()
+        for member, has in zip(members, arrived, strict=True):
+            self._passed.pop(member, None)
+            if not has:
+                continue
+            updates.arrived[member] += 1
+            share = self._data.shares[member]
+            part = view[share.offset : share.offset + share.numel]
+            if updates.norm_wanted:
+                self._blocks[member] = self._kernels.block_sums(part).cpu()
+            elif share.numel:
+                bad = bool(self._kernels.nonfinite(part))
+                self._blocks[member] = torch.full((1,), math.nan if bad else 0.0, dtype=torch.float64)
+        self._sums = None
+        if updates.in_backward:
+            self._refuse_nonfinite(members)
+            updates.apply_chunk(index)
+            for member in members:
+                self._blocks.pop(member, None)
+
+    def _refuse_nonfinite(self, members: Sequence[int]) -> None:
+        """On all ranks alike."""
+        from ebbtide.run.updates import refused
+
+        if not self._updates.stop_nonfinite:
+            return
+        bad = [m for m in members if m in self._blocks and not bool(self._blocks[m].isfinite().all())]
+        first = min(
+            (min(row) for row in self._sharing.ranks.numbers([bad[0] if bad else -1]) if min(row) >= 0),
+            default=-1,
+        )
+        if first >= 0:
+            raise NonFiniteError(refused(self._data.names[first]))
+
+    # -- the norm -------------------------------------------------------------------------------------
+
+    def sums(self) -> dict[int, float]:
+        """The sum of squares of each gradient that arrived, of the whole tensor; NaN where it is not finite."""
+        if self._sums is None:
+            members = [m for m, count in enumerate(self._updates.arrived) if count]
+            self._sums = self._gathered(members) if self._updates.norm_wanted else self._flagged(members)
+        return self._sums
+
+    def _gathered(self, members: Sequence[int]) -> dict[int, float]:
+        counts = [self._blocks_of(rank) for rank in range(self._sharing.ranks.size)]
+        most = max(sum(count(m) for m in members) for count in counts)
+        mine = torch.zeros(most, dtype=torch.float64)
+        at = 0
+        for member in members:
+            sums = self._blocks[member]
+            mine[at : at + sums.numel()] = sums
+            at += sums.numel()
+        rows = self._sharing.ranks.sums(mine)
+        starts = [0] * len(counts)
+        found = {}
+        for member in members:
+            parts = []
+            for rank, count in enumerate(counts):
+                parts.append(rows[rank, starts[rank] : starts[rank] + count(member)])
+                starts[rank] += count(member)
+            found[member] = float(self._updates.kernels["host"].pairwise(torch.cat(parts)))
+        return found
+
+    def _blocks_of(self, rank: int) -> Callable[[int], int]:
+        """How many blocks of a parameter a rank has."""
+        slicing, places, chunks = (
+            Slicing(self._sharing.ranks.size, rank),
+            self._data.places,
+            self._data.layout.chunks,
+        )
+
+        def count(member: int) -> int:
+            place = places[member]
+            return -(-slicing.share(place.offset, place.numel, chunks[place.chunk].size).numel // BLOCK)
+
+        return count
+
+    def _flagged(self, members: Sequence[int]) -> dict[int, float]:
+        bad = [m for m in members if m in self._blocks and not bool(self._blocks[m].isfinite().all())]
+        if not any(row[0] for row in self._sharing.ranks.numbers([len(bad)])):
+            return dict.fromkeys(members, 0.0)
+        everywhere = set().union(*self._sharing.ranks.objects(bad))
+        return {member: math.nan if member in everywhere else 0.0 for member in members}

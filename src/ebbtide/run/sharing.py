@@ -1,0 +1,234 @@
+"""Chunks that ranks share: gathered before they are used, their gradients reduced to each rank's slice.
+
+All ranks go through the same passes. Where they want the same, as they nearly always do, a collective serves all of
+them. Where one wants a chunk that others do not use, they send it their slices; where ranks disagree on the order
+in which gradients are complete, those chunks wait for the end of the pass, when all of them have all they will get.
+A parameter that some ranks have no gradient for gets zeros from them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ebbtide.backend.base import Event
+from ebbtide.backend.cpu import OVER
+from ebbtide.errors import StateError
+from ebbtide.kernels import Kernels
+from ebbtide.layout import Slicing
+from ebbtide.memory.chunk import WIRE, Chunk
+from ebbtide.plan.shape import GRAD, WHOLE, WHOLE_GRAD
+from ebbtide.run.model import ModelData, dense, laid_like
+from ebbtide.run.places import Places
+from ebbtide.run.ranks import END, GATHER, REDUCE, Ranks, Wish
+
+TAG = "exchange"
+
+
+class _Gathering:
+    """The end of a gather; the slice that is sent stays where it is until then."""
+
+    __slots__ = ("_source", "_work")
+
+    def __init__(self, work: torch.distributed.Work, source: Chunk) -> None:
+        self._work, self._source = work, source
+        source.pins += 1
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        finally:
+            self.release()
+
+    synchronize = wait
+
+    def release(self) -> None:
+        if self._source is not None:
+            self._source.pins -= 1
+            self._source = None  # type: ignore[assignment]
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Sharing:
+    def __init__(self, data: ModelData, places: Places, ranks: Ranks, kernels: Kernels) -> None:
+        """`kernels`: the device's."""
+        self.ranks = ranks
+        self._data, self._store, self._places, self._kernels = data, data.store, places, kernels
+        self._round = 0
+        self._any_waits = False
+        self._waiting: set[int] = set()
+        """Chunks with gradients that wait for the end of the pass."""
+        self.arrived: Callable[[int], list[bool]] = lambda index: []
+        """By member of a chunk, whether it has a gradient here in this pass."""
+        self.reduced: Callable[[int, Sequence[bool], Chunk], None] = lambda index, arrived, grad: None
+        """Told of the gradients of a chunk's slice: which members have one on some rank, and where the sum is, with a
+        mean's scale."""
+
+    # -- what a pass wants ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A training pass begins."""
+        self._round += 1
+
+    def gather(self, index: int) -> None:
+        """Starts bringing a whole chunk to the device; other ranks are served until it is this one's turn."""
+        while self._serve(Wish(GATHER, index, self._round)) != (GATHER, index):
+            continue
+
+    def complete(self, index: int) -> None:
+        """A chunk has all the gradients that it will get in this pass."""
+        marks = zlib.crc32(bytes(self.arrived(index)))
+        wish = Wish(REDUCE, index, self._round, marks)
+        while True:
+            served = self._serve(wish)
+            if served == (REDUCE, index):
+                return
+            if served is None:
+                self._waiting.add(index)
+                return
+
+    def end(self, left: Sequence[int]) -> None:
+        """The pass is over; `left`: chunks with gradients that were not complete."""
+        self._waiting.update(left)
+        while self._serve(Wish(END, len(self._waiting), self._round)) != (END, len(self._waiting)):
+            continue
+        everywhere = self.ranks.objects(sorted(self._waiting)) if self._any_waits else []
+        for index in sorted(set().union(*everywhere)):
+            self._reduce(index, None)
+        self._waiting.clear()
+
+    # -- serving --------------------------------------------------------------------------------------
+
+    def _serve(self, wish: Wish) -> tuple[int, int] | None:
+        """One thing that all ranks do together, by what they want; None where that is nothing."""
+        wishes = self.ranks.agree(wish)
+        if len({one.round for one in wishes}) > 1:
+            said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))
+            raise StateError(
+                f"ranks are not in the same pass: {said}. All of them must call forward, backward and step alike"
+            )
+        gathers = [one.subject for one in wishes if one.deed == GATHER]
+        if gathers:
+            index = gathers[0]
+            self._gather(index, [r for r, one in enumerate(wishes) if one[:2] == (GATHER, index)])
+            return GATHER, index
+        if any(one[:2] != wish[:2] for one in wishes) and not all(one.deed == END for one in wishes):
+            return None
+        self._any_waits = any(one.subject for one in wishes)
+        if wish.deed == REDUCE:
+            same = all(one.check == wish.check for one in wishes)
+            self._reduce(wish.subject, self.arrived(wish.subject) if same else None)
+        return wish.deed, wish.subject
+
+    def _gather(self, index: int, wanting: Sequence[int]) -> None:
+        source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
+        ranks, room = self.ranks, self._places.room
+        with self._places.placed(source, "device"):
+            mine = source.device
+            assert mine is not None
+            if ranks.rank not in wanting:
+                ranks.pass_on(None, mine, wanting)
+                return
+            with room.together([source]):
+                room.make_for(whole, "device")
+
+            def start(memory: torch.Tensor) -> tuple[Event, int]:
+                sent = (len(wanting) - 1) * source.nbytes
+                if len(wanting) == ranks.size:
+                    return _Gathering(ranks.gather(memory, mine), source), sent
+                ranks.pass_on(memory, mine, wanting)
+                return OVER, sent
+
+            self._store.gather(whole, start)
+
+    def _reduce(self, index: int, arrived: Sequence[bool] | None) -> None:
+        """`arrived`: the same on all ranks, where that is known."""
+        here = self.arrived(index)
+        if arrived is None:
+            arrived = [any(column) for column in zip(*self.ranks.objects(here), strict=True)]
+        whole, grad = self._store.get(WHOLE_GRAD, index), self._store.get(GRAD, index)
+        with self._places.room.together([whole, grad]):
+            if not whole.device_valid:
+                self._places.room.make_for(whole, "device")
+                self._store.allocate(whole, "device")
+            self._clear(whole, [m for m, has in zip(self._data.members[index], here, strict=True) if not has])
+            with self._received(whole.nbytes) as memory:
+                assert whole.device is not None
+                self.ranks.exchange(memory, whole.device).wait()
+                self._store.traffic.moved[WIRE] += whole.nbytes // self.ranks.size * (self.ranks.size - 1)
+                self._store.free(whole)
+                self._sum(grad, memory)
+        self.reduced(index, arrived, grad)
+
+    def _clear(self, whole: Chunk, members: Sequence[int]) -> None:
+        view = whole.view()
+        for member in members:
+            place = self._data.places[member]
+            view[place.offset : place.offset + place.numel].zero_()
+
+    @contextmanager
+    def _received(self, count: int) -> Iterator[torch.Tensor]:
+        """Room for what others send."""
+        store = self._store
+        self._places.room.make("device", count)
+        store.ledger.reserve("device", TAG, count)
+        try:
+            memory = store.backend.allocate("device", count)
+            try:
+                yield memory
+            finally:
+                store.backend.free("device", memory)
+        finally:
+            store.ledger.release("device", TAG, count)
+
+    def _sum(self, grad: Chunk, memory: torch.Tensor) -> None:
+        """The mean over the ranks, into the slice of the gradients or added to what is there."""
+        received = memory.view(grad.dtype)
+        first = grad.free
+        if first:
+            self._places.room.make_for(grad, "device")
+            self._store.allocate(grad, "device")
+        self._places.hold(grad)
+        try:
+            view, scale = grad.view(), 1.0 / self.ranks.size
+            if first:
+                self._kernels.sum_ranks(view, received, scale)
+            else:
+                part = received[: view.numel()]
+                self._kernels.sum_ranks(part, received, scale)
+                self._kernels.capture(view, part, True)
+            self._store.written(grad, "device")
+        finally:
+            grad.pins -= 1
+
+    # -- values by name -------------------------------------------------------------------------------
+
+    def collect(self, member: int, flat: torch.Tensor) -> None:
+        """Each rank's elements of a parameter, which is on the host, for all of them."""
+        place = self._data.places[member]
+        size = self._data.layout.chunks[place.chunk].size
+        for rank in range(self.ranks.size):
+            share = Slicing(self.ranks.size, rank).share(place.offset, place.numel, size)
+            if share.numel:
+                self.ranks.spread(flat[share.first : share.first + share.numel], rank)
+
+    def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The mean gradients of parameters that every rank has."""
+        here = [name for name, parameter in parameters.items() if parameter.grad is not None]
+        for name in sorted(set().union(*self.ranks.objects(here))):
+            parameter = parameters[name]
+            shape, stride = tuple(parameter.shape), parameter.stride()
+            flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            if parameter.grad is not None:
+                flat = laid_like(parameter.grad, shape, stride, parameter.dtype)
+            received = torch.empty(self.ranks.size * flat.numel(), dtype=flat.dtype, device=flat.device)
+            self.ranks.gather(received, flat).wait()
+            mean = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)
+            self._kernels.sum_ranks(dense(mean), received, 1.0 / self.ranks.size)
+            parameter.grad = mean

@@ -1,0 +1,106 @@
+"""Processes that train together, for tests: each is started once and does what it is told.
+
+`Group.run(function, *arguments)` calls the function in every rank and returns what they return, by rank. A rank that
+raises, dies or does not answer makes it fail with what that rank said; the group is then started anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATIENCE = 120.0
+"""Seconds that a call may take."""
+
+
+class RankError(AssertionError):
+    """What went wrong in a rank."""
+
+
+def _work(rank: int, size: int, store: str, asked: Any, answers: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while (order := asked.get()) is not None:
+        number, function, arguments = order
+        try:
+            answers.put((number, rank, True, function(*arguments)))
+        except BaseException:
+            answers.put((number, rank, False, traceback.format_exc()))
+
+
+class Group:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._number = 0
+
+    def run(self, function: Callable[..., Any], *arguments: Any, patience: float = PATIENCE) -> list[Any]:
+        if not self._processes:
+            self._start()
+        self._number += 1
+        for asked in self._asked:
+            asked.put((self._number, function, arguments))
+        found: dict[int, Any] = {}
+        try:
+            self._collect(found, time.monotonic() + patience)
+        except BaseException:
+            self.stop()
+            raise
+        return [found[rank] for rank in range(self.size)]
+
+    def _collect(self, found: dict[int, Any], until: float) -> None:
+        while len(found) < self.size:
+            try:
+                number, rank, good, answer = self._answers.get(timeout=0.2)
+            except queue.Empty:
+                dead = [r for r, one in enumerate(self._processes) if not one.is_alive() and r not in found]
+                if dead:
+                    codes = [self._processes[r].exitcode for r in dead]
+                    raise RankError(f"ranks {dead} died (exit codes {codes})") from None
+                if time.monotonic() > until:
+                    missing = sorted(set(range(self.size)) - set(found))
+                    raise RankError(f"ranks {missing} do not answer") from None
+                continue
+            if number == self._number and not good:
+                raise RankError(f"rank {rank} of {self.size}:\n{answer}")
+            if number == self._number:
+                found[rank] = answer
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._asked = [context.Queue() for _ in range(self.size)]
+        self._answers = context.Queue()
+        store = str(Path(self._folder.name) / "store")
+        for rank, asked in enumerate(self._asked):
+            arguments = (rank, self.size, store, asked, self._answers)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes = []
+
+
+@cache
+def group_of(size: int) -> Group:
+    """One for all tests; its processes end with this one."""
+    return Group(size)
