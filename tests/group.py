@@ -6,9 +6,11 @@ raises, dies or does not answer makes it fail with what that rank said; the grou
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import time
 import traceback
@@ -30,6 +32,7 @@ class RankError(AssertionError):
 def _work(rank: int, size: int, store: str, asked: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -72,12 +75,19 @@ class Group:
                     raise RankError(f"ranks {dead} died (exit codes {codes})") from None
                 if time.monotonic() > until:
                     missing = sorted(set(range(self.size)) - set(found))
+                    self._say_where(missing)
                     raise RankError(f"ranks {missing} do not answer") from None
                 continue
             if number == self._number and not good:
                 raise RankError(f"rank {rank} of {self.size}:\n{answer}")
             if number == self._number:
                 found[rank] = answer
+
+    def _say_where(self, ranks: list[int]) -> None:
+        """Has them print what they are at, for whoever reads the test's output."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

@@ -98,6 +98,7 @@ def train(
     for name, parameter in model.named_parameters():
         parameter.data = to_parameter(masters[name], dtype)
     losses: list[float] = []
+    counts = dict.fromkeys(masters, 0)
     for step in range(1, steps + 1):
         for micro in range(accumulate):
             first_batch = ((step - 1) * accumulate + micro) * ranks
@@ -114,10 +115,11 @@ def train(
         scale = 1.0 / accumulate
         if clip is not None:
             scale = scale * min(1.0, clip / (math.sqrt(total) * scale + 1e-6))
-        first, second = 1 - betas[0] ** step, 1 - betas[1] ** step
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
                 continue
+            counts[name] += 1
+            first, second = 1 - betas[0] ** counts[name], 1 - betas[1] ** counts[name]
             p, (m, v) = masters[name], moments[name]
             g = parameter.grad.float() * f32(scale)
             m.copy_((m * f32(betas[0])) + (g * f32(1 - betas[0])))

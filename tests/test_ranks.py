@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import ebbtide
 import reference
 import zoo
-from group import group_of
+from ebbtide.errors import ConfigError, NonFiniteError, StateError
+from group import Group, RankError, group_of
 from harness import LR, Count, batch_of, config_of
 
 STEPS = 4
@@ -186,3 +190,254 @@ def test_the_same_global_batch_learns_the_same() -> None:
             for name, value in gradients.items():
                 scale = float(alone[1][name].abs().max())
                 assert float((value - alone[1][name]).abs().max()) <= 1e-5 * max(scale, 1e-3)
+
+
+# -- ranks that differ -----------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Uses other layers on other ranks, and leaves some out."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, width)
+        self.either = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.never = nn.Linear(width, width)
+        self.leave = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor, way: list[int]) -> torch.Tensor:
+        x = self.enter(x)
+        for index in way:
+            x = torch.tanh(self.either[index](x))
+        return self.leave(x).square().mean()
+
+
+WAYS = [[[0, 1], [2, 3]], [[3, 2, 1], [1, 2, 3]], [[0], [0, 0]], [[], [1]], [[1, 2], [1, 2]]]
+"""By step and rank (of two): the layers that a rank goes through, in its order."""
+
+
+def branch(config: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    rank, _ = rank_of()
+    torch.manual_seed(0)
+    engine = ebbtide.initialize(Branching(), config)
+    for step, ways in enumerate(WAYS):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        engine.backward(engine(x.to(engine.module.enter.weight.dtype), ways[rank]))
+        engine.step()
+        engine.check_integrity()
+    state = engine.state_dict()
+    sha = engine.weights_sha256()
+    engine.close()
+    return sha, state
+
+
+def branched_plainly() -> str:
+    torch.manual_seed(0)
+    ways = iter([way for step in WAYS for way in step])
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = Branching()
+
+        def forward(self, x: torch.Tensor) -> zoo.Loss:
+            return zoo.Loss(self.model(x, next(ways)), ())
+
+    def batch(number: int) -> dict[str, Any]:
+        step, rank = divmod(number, 2)
+        return {"x": torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))}
+
+    return reference.train(Both(), batch, len(WAYS), "fp32", lr=LR, clip=1.0, ranks=2)[0]
+
+
+@pytest.mark.parametrize("change", ["everything fits", "host", "in backward"])
+def test_ranks_that_use_other_layers_do_not_hang(change: str) -> None:
+    config = config_of(precision="fp32", chunk_size="8KiB", **CHANGES[change])
+    if "memory" in config["device"]:
+        config["device"]["memory"] = 300_000
+    found = group_of(2).run(branch, config)
+    assert found[0][0] == found[1][0]
+    if config["clip"] is not None:
+        assert found[0][0] == group_of(2).run(branched_plainly)[0]
+    torch.manual_seed(0)
+    before = Branching().state_dict()
+    assert torch.equal(found[0][1]["never.weight"], before["never.weight"])
+    assert not torch.equal(found[0][1]["either.3.weight"], before["either.3.weight"])
+
+
+def interleaved(config: dict[str, Any], disturbed: bool) -> str:
+    """Evaluation of other lengths, values by name and writes in place between steps."""
+    rank, size = rank_of()
+    engine = ebbtide.initialize(zoo.build("gpt2"), config)
+    for number in range(4):
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(number * size + rank)).loss)
+        if disturbed and config["updates"] == "exact":
+            with engine.gradients("*.c_fc.weight") as found:
+                assert all(value.isfinite().all() for value in found.values())
+        engine.step()
+        if number == 1:
+            with engine.resident(), torch.no_grad():
+                engine.module.lm_head.weight.mul_(0.5)
+                for parameter in engine.module.transformer.h[1].parameters():
+                    parameter.add_(0.25)
+        if number == 2:
+            with engine.weights("transformer.h.0.*", write=True) as values:
+                for value in values.values():
+                    value *= 1.5
+        if not disturbed:
+            continue
+        with torch.no_grad():
+            for _ in range(1 + rank):  # one of them evaluates more
+                engine(input_ids=torch.arange(10).view(1, 10))
+        with engine.resident(), torch.no_grad():
+            assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
+        engine.load_state_dict(engine.state_dict())
+        engine.check_integrity()
+    sha = engine.weights_sha256()
+    engine.close()
+    return sha
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_what_happens_between_steps_changes_nothing(updates: str) -> None:
+    shas = set()
+    for place, disturbed in ((CHANGES["everything fits"], False), (CHANGES["host"], True), ({}, True)):
+        config = config_of(updates=updates, clip=None, **place)
+        shas.update(group_of(2).run(interleaved, config, disturbed))
+    assert len(shas) == 1
+
+
+class Outside(nn.Module):
+    """A parameter that is trained outside the chunks, which one rank does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(64, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.outside = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, all_of_it: bool) -> zoo.Loss:
+        x = self.frozen(self.inside(x))
+        return zoo.Loss((self.outside(x) if all_of_it else x).square().mean(), ())
+
+
+def outside() -> tuple[str, list[float | None]]:
+    rank, _ = rank_of()
+    torch.manual_seed(rank)  # the parameters of rank 0 count
+    engine = ebbtide.initialize(Outside(), config_of(precision="fp32", unmanaged=["outside.*"]))
+    norms = []
+    for step in range(3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.backward(engine(x, step != 1 or not rank).loss)
+        norms.append(engine.step().grad_norm)
+    sha = engine.weights_sha256()
+    engine.close()
+    return sha, norms
+
+
+def test_parameters_outside_the_chunks_stay_the_same_on_all_ranks() -> None:
+    found = group_of(2).run(outside)
+    assert found[0] == found[1]
+
+
+def not_finite(where: str) -> str:
+    """On one rank only; both are told, and both can go on."""
+    rank, _ = rank_of()
+    engine = ebbtide.initialize(Outside(), config_of(precision="fp32"))
+    x = torch.ones(8, 64)
+    with pytest.raises(NonFiniteError) as told:
+        if where == "loss":
+            engine.backward(engine(x * (float("nan") if rank else 1.0), True).loss)
+        else:
+            handle = engine.module.inside.weight.register_hook(lambda g: g * float("inf") if rank else g)
+            engine.backward(engine(x, True).loss)
+            handle.remove()
+        engine.step()
+    engine.backward(engine(x, True).loss)
+    engine.step()
+    engine.close()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_on_one_rank_stops_all(where: str) -> None:
+    for message in group_of(2).run(not_finite, where):
+        assert ("loss" if where == "loss" else "inside.weight") in message
+
+
+def out_of_step() -> str:
+    rank, _ = rank_of()
+    engine = ebbtide.initialize(zoo.build("gpt2"), config_of(**CHANGES["host"]))
+    batch = zoo.ZOO["gpt2"].batch(rank)
+    engine.backward(engine(**batch).loss)
+    with pytest.raises(StateError, match=r"do the same|different things") as told:
+        if not rank:
+            engine.step()
+        else:
+            engine.state_dict()
+    return str(told.value)
+
+
+def test_ranks_that_are_not_in_one_pass_are_told() -> None:
+    group = Group(2)
+    for message in group.run(out_of_step):
+        assert "rank 0" in message and "rank 1" in message
+    group.stop()
+
+
+def started(what: str) -> str:
+    rank, _ = rank_of()
+    module, config = zoo.build("gpt2"), config_of()
+    if what == "model" and rank:
+        module = zoo.build("llama")
+    if what == "settings" and rank:
+        config = config_of(clip=2.0)
+    with pytest.raises(ConfigError) as told:
+        ebbtide.initialize(module, config)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("what", ["model", "settings"])
+def test_ranks_must_start_alike(what: str) -> None:
+    for message in group_of(2).run(started, what):
+        assert "rank 1" in message and ("clip" if what == "settings" else "lm_head.weight") in message
+
+
+def seeded(seed: int) -> str:
+    """`seed`: that of rank 1."""
+    rank, _ = rank_of()
+    engine = ebbtide.initialize(zoo.build("gpt2", seed=seed * rank), config_of())
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(rank)).loss)
+    engine.step()
+    sha = engine.weights_sha256()
+    engine.close()
+    return sha
+
+
+def test_the_weights_of_the_first_rank_count() -> None:
+    assert len({*group_of(2).run(seeded, 0), *group_of(2).run(seeded, 7)}) == 1
+
+
+# -- the tests' own means ---------------------------------------------------------------------------------------
+
+
+def fails(how: str) -> int:
+    rank, _ = rank_of()
+    if rank == 1 and how == "raises":
+        raise ValueError("as it was told to")
+    if rank == 1 and how == "dies":
+        os._exit(3)
+    if rank == 1:
+        time.sleep(60)
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "as it was told to"), ("dies", "exit codes"), ("hangs", "answer")]
+)
+def test_a_rank_that_fails_makes_the_test_fail(how: str, said: str) -> None:
+    group = Group(2)
+    with pytest.raises(RankError, match=said):
+        group.run(fails, how, patience=20 if how != "hangs" else 12)
+    group.stop()

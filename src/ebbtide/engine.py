@@ -21,10 +21,10 @@ from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
 from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
-from ebbtide.run.ranks import Ranks, open_ranks
+from ebbtide.run.ranks import LOSS, STEP, Ranks, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
-from ebbtide.run.setup import Choice, choose, refuse_nowhere, refuse_unbuilt, signature_of
+from ebbtide.run.setup import Choice, alike, choose, refuse_nowhere, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
 from ebbtide.state import checkpoint, resume, values
 from ebbtide.state.folders import Run, find
@@ -93,6 +93,8 @@ class Engine:
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
         try:
             choice = choose(module, config)
+            if ranks is not None:
+                ranks.require_same(alike(config, choice))
             files = WeightFiles(weights, module) if weights is not None else None
             self.optimizer = make_optimizer(module, config.optimizer, param_groups, self._update, self._clear)
             self._session = self._take_over(choice, kernels, files, ranks)
@@ -203,6 +205,7 @@ class Engine:
                 'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
                 "the next backward"
             )
+        self._session.meet(LOSS, self.steps)
         for value in self._session.of_all_ranks([loss.detach()]):
             if self.config.nonfinite == "stop" and not math.isfinite(value):
                 raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
@@ -221,6 +224,7 @@ class Engine:
         if session.micro < self.config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
         losses, self._losses = self._losses, []
+        session.meet(STEP, self.steps)
         session.average_unmanaged()
         if self.config.updates == "in-backward":
             self._step_optimizer()

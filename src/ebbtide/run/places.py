@@ -122,7 +122,10 @@ class Places:
         """The parameters of a chunk are about to change: what was gathered of it is out of date. Not where it is pinned:
         then it is filled again."""
         whole = self.data.computed(index)
-        if whole.kind == WHOLE and whole.device is not None and not whole.pins:
+        if whole.kind != WHOLE or whole.device is None:
+            return
+        self.data.notice_writes(index)
+        if not whole.pins:
             self.data.unbind(index)
             self.store.free(whole)
 

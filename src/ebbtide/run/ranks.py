@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-GATHER, REDUCE, END = 1, 2, 3
-WISHES = {GATHER: "gathers chunk", REDUCE: "reduces gradients of chunk", END: "ends its pass, waiting for"}
+from ebbtide.errors import ConfigError, StateError
+
+GATHER, REDUCE, END, LOSS, STEP, VALUES, START = range(1, 8)
+WISHES = {
+    GATHER: "gathers chunk",
+    REDUCE: "reduces the gradients of chunk",
+    END: "ends a backward pass; chunks left:",
+    LOSS: "begins a backward pass, number",
+    STEP: "takes a step, number",
+    VALUES: "reads or writes values by name, of parameter",
+    START: "begins with model",
+}
 
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -28,32 +38,34 @@ class Wish(NamedTuple):
 
     deed: int
     subject: int
-    """A chunk; at the end, how many of them wait."""
+    """A chunk, or what else it is about; at the end of a pass, how many chunks wait."""
     round: int
-    """How many passes it has begun."""
+    """How many passes it has begun, and steps it has ended."""
     check: int = 0
     """Equal where ranks know the same of what they want."""
 
     def __str__(self) -> str:
-        return f"{WISHES[self.deed]} {self.subject} in round {self.round}"
+        return f"{WISHES[self.deed]} {self.subject} (round {self.round})"
 
 
 class Ranks:
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
         """Bytes that this rank sent in collectives."""
-        self._control = group
-        if dist.get_backend(group) != "gloo":
-            members = dist.get_process_group_ranks(group)
-            self._control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self._control, self._engine = _control_of(group)
 
     # -- agreeing -------------------------------------------------------------------------------------
 
     def agree(self, wish: Wish) -> list[Wish]:
         """What each rank wants, by rank."""
-        return [Wish(*row) for row in self.numbers(wish)]
+        found = self.numbers((self._engine, *wish))
+        if any(row[0] != self._engine for row in found):
+            raise StateError(
+                "ranks are at different engines of theirs: all of them must call all engines' methods in the same order"
+            )
+        return [Wish(*row[1:]) for row in found]
 
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """A few integers of each rank."""
@@ -67,6 +79,17 @@ class Ranks:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self._control)
         return found
+
+    def require_same(self, what: Mapping[str, Any]) -> None:
+        """Raises on all ranks where one has something else, and says what."""
+        everywhere = self.objects(dict(what))
+        for rank, theirs in enumerate(everywhere):
+            for key in sorted({*everywhere[0], *theirs}):
+                first, other = everywhere[0].get(key), theirs.get(key)
+                if first != other:
+                    raise ConfigError(
+                        f"ranks must be started alike: {key} is {first!r} on rank 0 and {other!r} on rank {rank}"
+                    )
 
     def sums(self, mine: torch.Tensor) -> torch.Tensor:
         """Numbers of each rank, which are on the host: (rank, number)."""
@@ -113,6 +136,21 @@ class Ranks:
         """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""
         self.sent += whole.nbytes // self.size * (self.size - 1)
         return dist.all_to_all_single(received, whole, group=self.group, async_op=True)
+
+
+_controls: dict[tuple[int, ...], list[Any]] = {}
+"""By the members of a group: one of their own for what they agree on, and the engines that they have had."""
+
+
+def _control_of(group: dist.ProcessGroup | None) -> tuple[Any, int]:
+    """A group that needs no GPU and carries no data, and the number of the engine that asks."""
+    members = tuple(dist.get_process_group_ranks(group))
+    key = (id(dist.group.WORLD), *members)
+    if key not in _controls:
+        made = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
+        _controls[key] = [made, 0]
+    _controls[key][1] += 1
+    return _controls[key][0], _controls[key][1]
 
 
 def open_ranks(group: dist.ProcessGroup | None) -> Ranks | None:

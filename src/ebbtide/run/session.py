@@ -210,9 +210,16 @@ class Session:
         if source is not None:
             source.fill()
         self.unmanaged.take_over(choice)
+        if self.sharing is not None:
+            self.sharing.align(self.unmanaged)
         self.room.raise_level(self.homes.level_before_batch(shape), guess=True)
 
     def _first_value(self, member: int, source: Source | None) -> torch.Tensor:
+        """Flat; the same on all ranks."""
+        value = self._value_here(member, source)
+        return value if self.sharing is None else self.sharing.same(value)
+
+    def _value_here(self, member: int, source: Source | None) -> torch.Tensor:
         value = None if source is None else source.value(self.data.names[member])
         if value is None:
             return dense(self.data.parameters[member])
@@ -250,7 +257,7 @@ class Session:
         if self.course.phase != IDLE:
             return  # a second forward before one backward belongs to the same pass
         if self.sharing is not None:
-            self.sharing.begin()
+            self.sharing.turn()
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
@@ -364,6 +371,11 @@ class Session:
         for parameter in self.data.parameters:
             parameter.grad = None  # one that arrived and was not taken would be added to the next
 
+    def meet(self, deed: int, number: int) -> None:
+        """Where ranks share the chunks, all of them are there."""
+        if self.sharing is not None:
+            self.sharing.meet(deed, number)
+
     def of_all_ranks(self, losses: list[torch.Tensor]) -> list[float]:
         """Of each rank the first that is not finite, if there is one; else its last."""
         values = [float(loss) for loss in losses]
@@ -386,6 +398,8 @@ class Session:
         finally:
             self.executor.finish()
             self.micro = 0
+            if self.sharing is not None:
+                self.sharing.turn()
 
     def drop_gradients(self) -> None:
         self.updates.discard()

@@ -197,3 +197,17 @@ def refuse_unbuilt(config: Config, shared: bool) -> None:
             'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '
             'updates = "exact"'
         )
+
+
+OWN = ("device", "host", "ssd")
+"""Settings in which ranks may differ."""
+
+
+def alike(config: Config, choice: Choice) -> dict[str, object]:
+    """What must be the same on all ranks, by what to call it."""
+    found: dict[str, object] = {key: value for key, value in config.to_dict().items() if key not in OWN}
+    for what, group in (("managed", choice.managed), ("unmanaged", choice.unmanaged)):
+        for name, parameter in group.items():
+            shape, stride = tuple(parameter.shape), parameter.stride()
+            found[name] = (what, shape, stride, str(choice.dtypes[name]), parameter.requires_grad)
+    return found

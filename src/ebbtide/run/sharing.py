@@ -19,12 +19,14 @@ from ebbtide.backend.base import Event
 from ebbtide.backend.cpu import OVER
 from ebbtide.errors import StateError
 from ebbtide.kernels import Kernels
+from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import WIRE, Chunk
 from ebbtide.plan.shape import GRAD, WHOLE, WHOLE_GRAD
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import END, GATHER, REDUCE, Ranks, Wish
+from ebbtide.run.ranks import END, GATHER, REDUCE, VALUES, Ranks, Wish
+from ebbtide.run.unmanaged import Unmanaged
 
 TAG = "exchange"
 
@@ -72,8 +74,8 @@ class Sharing:
 
     # -- what a pass wants ----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A training pass begins."""
+    def turn(self) -> None:
+        """A training pass begins, or a step's updates have all been given out."""
         self._round += 1
 
     def gather(self, index: int) -> None:
@@ -105,22 +107,32 @@ class Sharing:
 
     # -- serving --------------------------------------------------------------------------------------
 
+    def meet(self, deed: int, subject: int = 0) -> None:
+        """All ranks do the same now; those that gather chunks before are served."""
+        while self._serve(Wish(deed, subject, self._round)) != (deed, subject):
+            continue
+
     def _serve(self, wish: Wish) -> tuple[int, int] | None:
         """One thing that all ranks do together, by what they want; None where that is nothing."""
         wishes = self.ranks.agree(wish)
-        if len({one.round for one in wishes}) > 1:
-            said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))
-            raise StateError(
-                f"ranks are not in the same pass: {said}. All of them must call forward, backward and step alike"
-            )
-        gathers = [one.subject for one in wishes if one.deed == GATHER]
+        # Who is behind goes first: it may still have to update what the others want.
+        gathers = sorted((one.round, one.subject) for one in wishes if one.deed == GATHER)
         if gathers:
-            index = gathers[0]
+            index = gathers[0][1]
             self._gather(index, [r for r, one in enumerate(wishes) if one[:2] == (GATHER, index)])
             return GATHER, index
-        if any(one[:2] != wish[:2] for one in wishes) and not all(one.deed == END for one in wishes):
-            return None
-        self._any_waits = any(one.subject for one in wishes)
+        deeds = {one.deed for one in wishes}
+        if len({one.round for one in wishes}) > 1 or (len(deeds) > 1 and deeds != {REDUCE, END}):
+            said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))
+            raise StateError(
+                f"ranks do not do the same: {said}. All of them must call the engine's methods alike, in the same order"
+            )
+        if wish.deed == END and deeds == {END}:
+            self._any_waits = any(one.subject for one in wishes)
+        elif any(one[:2] != wish[:2] for one in wishes):
+            if deeds <= {REDUCE, END}:
+                return None
+            raise StateError(f"ranks ask for different things: {', '.join(map(str, wishes))}")
         if wish.deed == REDUCE:
             same = all(one.check == wish.check for one in wishes)
             self._reduce(wish.subject, self.arrived(wish.subject) if same else None)
@@ -211,12 +223,31 @@ class Sharing:
 
     def collect(self, member: int, flat: torch.Tensor) -> None:
         """Each rank's elements of a parameter, which is on the host, for all of them."""
+        self.meet(VALUES, member)
         place = self._data.places[member]
         size = self._data.layout.chunks[place.chunk].size
         for rank in range(self.ranks.size):
             share = Slicing(self.ranks.size, rank).share(place.offset, place.numel, size)
             if share.numel:
                 self.ranks.spread(flat[share.first : share.first + share.numel], rank)
+
+    def same(self, flat: torch.Tensor) -> torch.Tensor:
+        """The first rank's values, where ranks began with others."""
+        here = flat.detach().to("cpu").contiguous()
+        sums = self.ranks.numbers([crc32(here.data_ptr(), here.nbytes)])
+        if all(row == sums[0] for row in sums):
+            return flat
+        values = here.clone()
+        self.ranks.spread(values, 0)
+        return values.to(flat.device)
+
+    def align(self, unmanaged: Unmanaged) -> None:
+        """What every rank has for itself begins alike."""
+        tensors = [p.detach() for p in unmanaged.parameters.values()] + list(unmanaged.masters.values())
+        tensors += list(unmanaged.module.buffers())
+        for tensor in tensors:
+            if tensor.numel():
+                tensor.copy_(self.same(tensor.reshape(-1)).view(tensor.shape))
 
     def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The mean gradients of parameters that every rank has."""

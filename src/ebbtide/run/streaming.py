@@ -21,7 +21,9 @@ class Streaming:
         self._reserved = 0
         self.kept: dict[int, int] = {}
         """By chunk, how many of its pieces stay in RAM."""
-        settle = weakref.WeakMethod(self._settle)  # the store outlives an engine that nobody holds, for a moment
+        settle = weakref.WeakMethod(
+            self._settle
+        )  # the store outlives an engine that nobody holds, for a moment
 
         def before(chunk: Chunk) -> None:
             found = settle()
