@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import ebbtide
 import reference
 import zoo
+from ebbtide.bench.ssd import peak_rss
 from ebbtide.errors import ConfigError, NonFiniteError, StateError
 from group import Group, RankError, group_of
 from harness import LR, Count, batch_of, config_of
@@ -190,6 +192,65 @@ def test_the_same_global_batch_learns_the_same() -> None:
             for name, value in gradients.items():
                 scale = float(alone[1][name].abs().max())
                 assert float((value - alone[1][name]).abs().max()) <= 1e-5 * max(scale, 1e-3)
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------
+
+
+def middling() -> nn.Module:
+    """Large enough that slices' padding is nothing beside them."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=8192, n_positions=64, n_embd=384, n_layer=6, n_head=6,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def counted(config: dict[str, Any]) -> dict[str, Any]:
+    rank, _ = rank_of()
+    engine = ebbtide.initialize(middling(), config)
+    session = engine._session
+    ids = torch.randint(0, 8192, (1, 32), generator=torch.Generator().manual_seed(rank))
+    sent = []
+    for _ in range(4):
+        before = session.sharing.ranks.sent
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        engine.synchronize()
+        sent.append(session.sharing.ranks.sent - before)
+    shape, stats = session.shape, engine.stats()
+    found = {
+        "parameters": sum(place.numel for place in session.data.places),
+        "sent": sent[-1],
+        "gather_bytes": max(shape.whole_bytes),
+        "non_model": session.traces.records()[-1].peak,
+        "peaks": stats["peak_bytes"],
+        "rss": peak_rss(),
+    }
+    engine.close()
+    return found
+
+
+def test_memory_and_traffic_are_what_a_formula_says() -> None:
+    """A rank holds its share of the model data and four gather buffers; two gathers and one exchange a step."""
+    size, master = 2, "split"
+    config = config_of(chunk_size="1MiB", master=master, poison=False)
+    group = Group(size)
+    try:
+        known = group.run(counted, config)[0]
+        model_data = 14 * known["parameters"] / size
+        gather, non_model = known["gather_bytes"], known["non_model"]
+        print(f"gather buffer: {gather} bytes")
+        budget = int(1.02 * model_data + 4 * gather + non_model + (1 << 20))
+        tight = config | {"device": {**config["device"], "memory": budget}, "host": {"memory": 0}}
+        for rank in group.run(counted, tight):
+            assert rank["peaks"]["device"] <= budget
+            assert rank["rss"] <= model_data + 4 * gather + non_model + 600e6
+            assert 0.95 < rank["sent"] / (6 * (size - 1) / size * rank["parameters"]) <= 1.02
+    finally:
+        group.stop()
 
 
 # -- ranks that differ -----------------------------------------------------------------------------------------

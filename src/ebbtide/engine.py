@@ -21,13 +21,14 @@ from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
 from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
-from ebbtide.run.ranks import LOSS, STEP, Ranks, open_ranks
+from ebbtide.run.ranks import LOAD, LOSS, SAVE, STEP, Ranks, all_or_none, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import Choice, alike, choose, refuse_nowhere, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
-from ebbtide.state import checkpoint, resume, values
-from ebbtide.state.folders import Run, find
+from ebbtide.state import checkpoint, resume, together, values
+from ebbtide.state.export import export
+from ebbtide.state.folders import Run
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.start import Start
 from ebbtide.state.weights import WeightFiles
@@ -63,6 +64,15 @@ def initialize(
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group)
 
 
+def _refuse(module: nn.Module, config: Config, shared: bool) -> None:
+    refuse_unbuilt(config, shared)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
+    refuse_held(module)
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
+
+
 class Engine:
     def __init__(
         self,
@@ -75,28 +85,26 @@ class Engine:
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         ranks = open_ranks(group)
-        refuse_unbuilt(config, ranks is not None)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
-        refuse_held(module)
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-            raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
+        with all_or_none(ranks):
+            _refuse(module, config, ranks is not None)
+            choice = choose(module, config)
+            files = WeightFiles(weights, module) if weights is not None else None
+        if ranks is not None:
+            ranks.require_same(alike(config, choice))
         if config.threads != "auto":
             torch.set_num_threads(int(config.threads))
         self.config = config
         self.module = module
         self.steps = 0
-        tiers = tiers or shared_tiers(config, ranks)
-        refuse_nowhere(config, tiers.ledger.budgets)
-        self._tiers = tiers
+        self._tiers = tiers = tiers or shared_tiers(config, ranks)
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
         try:
-            choice = choose(module, config)
-            if ranks is not None:
-                ranks.require_same(alike(config, choice))
-            files = WeightFiles(weights, module) if weights is not None else None
-            self.optimizer = make_optimizer(module, config.optimizer, param_groups, self._update, self._clear)
+            with all_or_none(ranks):
+                refuse_nowhere(config, tiers.ledger.budgets)
+                self.optimizer = make_optimizer(
+                    module, config.optimizer, param_groups, self._update, self._clear
+                )
             self._session = self._take_over(choice, kernels, files, ranks)
         except BaseException:
             tiers.close_unused()
@@ -428,20 +436,21 @@ class Engine:
             raise StateError(
                 "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
             )
+        session.meet(SAVE, self.steps)
         session.reclaim()
         session.drain()
         facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
         run = Run(path)
-        with run.writing(self.steps) as (partial, target):
+        with together.writing(run, self.steps, session.ranks, keep) as (partial, target):
             checkpoint.write(session, partial, facts, {"user": state, "random": resume.random_state()})
-        if keep is not None:
-            run.keep(keep)
         return target
 
     def load(self, path: str | Path) -> Any:
         """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
         model and the param groups are to be the same; budgets, layout, master and device may be others."""
-        session, folder = self._open(), find(path)
+        session = self._open()
+        session.meet(LOAD, self.steps)
+        folder = together.find(path, session.ranks)
         groups = self.optimizer.param_groups
 
         def begin(facts: Mapping[str, Any]) -> None:
@@ -456,9 +465,20 @@ class Engine:
         facts, state = checkpoint.read(session, folder, begin)
         self.steps = resume.restore(session, groups, self._scaler, facts)
         session.updates.regroup(groups)
-        resume.restore_random(state["random"])
+        ranks = session.ranks
+        if facts["ranks"] == (1 if ranks is None else ranks.size):
+            resume.restore_random(state["random"])  # else each rank would draw the same
         self._mend()
         return state["user"]
+
+    def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
+        `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
+        session = self._open()
+        session.meet(SAVE, self.steps)
+        session.reclaim()
+        session.drain()
+        export(session, Path(path), dtype)
 
     # -- facts ----------------------------------------------------------------------------------------
 

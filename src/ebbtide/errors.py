@@ -61,6 +61,10 @@ class DiskError(EbbtideError):
         self.found = found
 
 
+class RanksError(EbbtideError):
+    """Another process of the run is gone, or does not answer."""
+
+
 class NonFiniteError(EbbtideError):
     """A loss or a gradient that is not finite, where the config says to stop."""
 

@@ -30,7 +30,7 @@ from ebbtide.plan.machine import Machine
 LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)
 MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
 SEQUENCES = (256, 1024)
-WARM_UP = 2
+WARM_UP = 3
 BATCH = 1
 SLACK = 5 * 10**9 // 2
 """RAM that is left to the process itself: libraries, heap fragments, what operators use inside."""
@@ -153,13 +153,12 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
     try:
         for _ in range(WARM_UP):
             ours.step()
-        # From rest to rest: else moves at the border of two steps would be counted in either.
+        # From rest to rest, in steps that are all alike: else moves at a border would be counted in either.
         ours.engine.synchronize()
-        before = _moved(ours.engine.stats())
         ledger = ours.engine._session.ledger
-        ledger.peak["ssd"] = ledger.reserved[
-            "ssd"
-        ]  # what was there before the first plan was made has gone since
+        # What was there before the first plan was made has gone since.
+        ledger.peak["ssd"] = ledger.reserved["ssd"]
+        before = _moved(ours.engine.stats())
         ours.step()  # what each step leaves to be done beside the next one, those that are timed find, too
         seconds = []
         for _ in range(repeats):

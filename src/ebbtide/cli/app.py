@@ -5,6 +5,7 @@ Torch is imported by the commands themselves, so that help and misspelt flags an
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -121,5 +122,7 @@ def _found(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _refuse(message: str) -> int:
-    print(f"ebbtide: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    who = f"rank {rank}: " if rank != "0" else ""
+    print(f"ebbtide: {who}{message}", file=sys.stderr)
     return BAD_INPUT

@@ -30,7 +30,8 @@ class Checkpoints:
         """From the newest checkpoint of this run, where there is one, or from the one that is named. What the run had
         come to, where it was at its end."""
         folder = self._folder if wanted == AUTO else Path(wanted)
-        if wanted == AUTO and Run(folder).latest() is None:
+        there = Run(folder).latest() is not None
+        if wanted == AUTO and not self._training.world.all(there)[0]:
             return None
         state = self._training.engine.load(folder)
         try:

@@ -15,6 +15,7 @@ import torch
 from ebbtide.backend.heap import keep_freed_memory, return_freed_memory
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.options import Task
+from ebbtide.cli.world import World
 from ebbtide.config import Config
 from ebbtide.engine import initialize
 from ebbtide.errors import ConfigError
@@ -24,6 +25,7 @@ from ebbtide.plan.stage import days_left
 from ebbtide.units import format_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ALONE = World()
 WARM_UP = 2
 """Steps that are traced and planned, and count in no rate."""
 VALID_BATCHES = 4
@@ -46,10 +48,17 @@ class Training:
     """Holds the engine; `close` gives its memory back."""
 
     def __init__(
-        self, task: Task, config: Config, text: Text | None = None, spec: ModelSpec | None = None
+        self,
+        task: Task,
+        config: Config,
+        text: Text | None = None,
+        spec: ModelSpec | None = None,
+        world: World = ALONE,
     ) -> None:
-        """`text` and `spec`, where they are at hand, go before the task's data and model."""
-        self.task, self.config = task, config
+        """`text` and `spec`, where they are at hand, go before the task's data and model. `world`: the processes that
+        share each batch."""
+        self.task, self.config, self.world = task, config, world
+        world.share(task.batch)
         self.spec = spec or find_model(task.model)
         self.text = text or load_text(task.data)
         self.spec.check_length(task.seq)
@@ -89,7 +98,7 @@ class Training:
             step = self._step(number)
             self.history.append(step)
             yield step
-            if self._ended:
+            if any(self.world.all(self._ended)):
                 return
 
     def end(self) -> None:
@@ -104,7 +113,7 @@ class Training:
             group["lr"] = lr
         losses = []
         for micro in range(accumulate):
-            batch = self._on_device(self._train.at((number - 1) * accumulate + micro))
+            batch = self._on_device(self.world.rows(self._train.at((number - 1) * accumulate + micro)))
             start = time.perf_counter()
             loss = self.engine(**batch).loss
             self.engine.backward(loss)
@@ -113,7 +122,7 @@ class Training:
             result = self.engine.step()
             self.seconds["forward_backward"] += middle - start
             self.seconds["update"] += time.perf_counter() - middle
-        mean = sum(float(loss) for loss in losses) / accumulate
+        mean = self.world.mean([float(loss) for loss in losses])
         seconds = time.perf_counter() - begin
         due = self.task.eval_every and (number % self.task.eval_every == 0 or number == self.task.steps)
         valid = self.evaluate() if due else None
@@ -134,9 +143,10 @@ class Training:
         module = self.engine.module
         module.eval()
         with torch.no_grad():
-            losses = [self.engine(**self._on_device(self._valid.at(i))).loss for i in range(VALID_BATCHES)]
+            batches = [self._on_device(self.world.rows(self._valid.at(i))) for i in range(VALID_BATCHES)]
+            losses = [self.engine(**batch).loss for batch in batches]
         module.train()
-        return sum(float(loss) for loss in losses) / VALID_BATCHES
+        return self.world.mean([float(loss) for loss in losses])
 
     # -- what came of it ------------------------------------------------------------------------------
 
@@ -163,6 +173,7 @@ class Training:
         evaluated = [step.valid_loss for step in self.history if step.valid_loss is not None]
         return {
             "model": self.task.model,
+            "ranks": self.world.size,
             "params": self.parameters,
             "steps": len(self.history),
             "losses": [step.loss for step in self.history],

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from safetensors.torch import save_file
+import torch
 
 from ebbtide.cli.loop import Step, Training
 
@@ -37,11 +36,5 @@ class Metrics:
 
 
 def save_model(training: Training, folder: Path) -> None:
-    """Master weights in safetensors beside the model's config.json. Tied weights are written once."""
-    config = training.spec.config
-    config.architectures = [type(training.engine.module).__name__]
-    config.to_json_file(folder / "config.json")
-    once = {id(value): (name, value) for name, value in reversed(training.engine.state_dict().items())}
-    partial = folder / "model.safetensors.partial"
-    save_file({name: value.contiguous() for name, value in once.values()}, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
+    """Master weights in safetensors beside the model's config."""
+    training.engine.export(folder, torch.float32)

@@ -23,7 +23,7 @@ def train(
     model: Annotated[str, Option(help=MODEL)] = "gpt2-tiny",
     data: Annotated[str | None, Option(help=DATA)] = None,
     steps: Annotated[int, Option(help="Updates, in total.")] = 100,
-    batch: Annotated[int, Option(help="Sequences in a micro-batch.")] = 4,
+    batch: Annotated[int, Option(help="Sequences in a micro-batch, over all ranks.")] = 4,
     seq: Annotated[int, Option(help="Length of a sequence; images have their own.")] = 128,
     accumulate: Annotated[int | None, Option(help="Micro-batches in a step.")] = None,
     clip: Annotated[float | None, Option(help="Clip the gradients to this global norm.")] = None,
@@ -104,15 +104,18 @@ def train(
     )
     from ebbtide.cli.loop import Training
     from ebbtide.cli.output import print_json, print_result
+    from ebbtide.cli.world import joined
 
-    if out is not None:
-        _open_folder(out)
-    training = Training(task, settings)
-    try:
-        result = _run(training, out, resume, quiet=json)
-    finally:
-        training.close()
-    (print_json if json else print_result)(result)
+    with joined(settings.device.kind) as world:
+        if out is not None:
+            _open_folder(out)
+        training = Training(task, settings, world=world)
+        try:
+            result = _run(training, out, resume, quiet=json or not world.first)
+        finally:
+            training.close()
+    if world.first:
+        (print_json if json else print_result)(result)
 
 
 def _open_folder(out: Path) -> None:
@@ -138,7 +141,11 @@ def _run(training: Training, out: Path | None, resume: str | None, quiet: bool) 
     if before is not None:
         return before
     saving = out is not None and training.task.save_every > 0
-    with Metrics(out, training.history) as metrics, checkpoints.told_to_end() if saving else nullcontext():
+    first = training.world.first
+    with (
+        Metrics(out if first else None, training.history) as metrics,
+        checkpoints.told_to_end() if saving else nullcontext(),
+    ):
         for step in with_progress(training, quiet):
             metrics.add(step)
             if saving:

@@ -115,7 +115,7 @@ Work = Callable[[torch.Tensor, Sequence[Extent], Event, Crossing], None]
 def _begin(work: Work, extents: Sequence[Extent], after: Event, crossing: Crossing) -> None:
     flat = crossing.take()
     if flat is not None:
-        work(_alias(flat), extents, after, crossing)
+        work(alias(flat), extents, after, crossing)
 
 
 class Passage:
@@ -197,7 +197,7 @@ class Passage:
                 yield extent, first, min(self.slot, extent.nbytes - first)
 
 
-def _alias(flat: torch.Tensor) -> torch.Tensor:
-    """See Note [no more users]. On a thread where nobody traces what is made."""
+def alias(flat: torch.Tensor) -> torch.Tensor:
+    """See Note [no more users]. Where nobody traces what is made."""
     storage = torch._C._construct_storage_from_data_pointer(flat.data_ptr(), flat.device, flat.numel())
     return torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)

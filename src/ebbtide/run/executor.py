@@ -225,9 +225,8 @@ class Executor:
         if chunk.device_valid:
             return
         if chunk.kind == WHOLE:
-            self.places.gather(
-                chunk.index
-            )  # as planned whatever this rank's moves are at: the others do it now
+            # As planned, whatever this rank's moves are at: the others do it now.
+            self.places.gather(chunk.index)
             return
         if chunk.host_valid or (chunk.ssd_valid and self.store.near == "device"):
             if self.room.ready(chunk.nbytes + rise):

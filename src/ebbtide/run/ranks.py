@@ -8,16 +8,23 @@ group of its own that needs no GPU; what to do then follows from what all said, 
 from __future__ import annotations
 
 import socket
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ebbtide.errors import ConfigError, StateError
+from ebbtide.errors import ConfigError, RanksError, StateError
+from ebbtide.memory.passage import alias
 
-GATHER, REDUCE, END, LOSS, STEP, VALUES, START = range(1, 8)
+ROLL_CALL = 5.0
+"""Seconds that others have to say that they are there."""
+GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD = range(1, 9)
 WISHES = {
     GATHER: "gathers chunk",
     REDUCE: "reduces the gradients of chunk",
@@ -25,12 +32,19 @@ WISHES = {
     LOSS: "begins a backward pass, number",
     STEP: "takes a step, number",
     VALUES: "reads or writes values by name, of parameter",
-    START: "begins with model",
+    SAVE: "saves after step",
+    LOAD: "loads after step",
 }
 
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Newer releases of torch know it by another name, and warn of the old one."""
+
+
+def _lent(memory: torch.Tensor) -> torch.Tensor:
+    """What a collective is given: on a CPU its thread holds the tensors a moment longer than its end, and use counts say
+    who may be evicted. Whoever starts it keeps the memory."""
+    return alias(memory) if memory.is_cpu else memory
 
 
 class Wish(NamedTuple):
@@ -48,13 +62,30 @@ class Wish(NamedTuple):
         return f"{WISHES[self.deed]} {self.subject} (round {self.round})"
 
 
+class Pending:
+    """A collective under way."""
+
+    __slots__ = ("_ranks", "_work")
+
+    def __init__(self, work: Any, ranks: Ranks) -> None:
+        self._work, self._ranks = work, ranks
+
+    def wait(self) -> None:
+        with self._ranks.naming():
+            self._work.wait()
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
 class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
         """Bytes that this rank sent in collectives."""
-        self._control, self._engine = _control_of(group)
+        self.control, self._engine = _control_of(group)
+        """Carries no data, and needs no GPU."""
 
     # -- agreeing -------------------------------------------------------------------------------------
 
@@ -71,13 +102,15 @@ class Ranks:
         """A few integers of each rank."""
         here = torch.tensor(mine, dtype=torch.int64)
         found = torch.empty(self.size * len(mine), dtype=torch.int64)
-        _all_gather(found, here, self._control)
+        with self.naming():
+            _all_gather(found, here, self.control)
         return [[int(number) for number in row] for row in found.view(self.size, -1).tolist()]
 
     def objects(self, mine: Any) -> list[Any]:
         """Something small of each rank."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, group=self._control)
+        with self.naming():
+            dist.all_gather_object(found, mine, group=self.control)
         return found
 
     def require_same(self, what: Mapping[str, Any]) -> None:
@@ -94,36 +127,41 @@ class Ranks:
     def sums(self, mine: torch.Tensor) -> torch.Tensor:
         """Numbers of each rank, which are on the host: (rank, number)."""
         found = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
-        _all_gather(found, mine, self._control)
+        with self.naming():
+            _all_gather(found, mine, self.control)
         self.sent += (self.size - 1) * mine.nbytes
         return found.view(self.size, -1)
 
     def spread(self, values: torch.Tensor, rank: int) -> None:
         """What one rank has, on the host, for all."""
-        dist.broadcast(values, group=self._control, group_src=rank)
+        with self.naming():
+            dist.broadcast(values, group=self.control, group_src=rank)
 
     # -- moving ---------------------------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
+    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Pending:
         """Starts filling `whole` with the slices of all ranks."""
         self.sent += (self.size - 1) * mine.nbytes
-        return _all_gather(whole, mine, self.group, async_op=True)
+        with self.naming(), _disable_current_modes():
+            return Pending(_all_gather(_lent(whole), _lent(mine), self.group, async_op=True), self)
 
     def pass_on(self, whole: torch.Tensor | None, mine: torch.Tensor, wanting: Sequence[int]) -> None:
         """The same where only some ranks want it; the others have no `whole`."""
-        moves = []
-        for rank in range(self.size):
-            if rank == self.rank:
-                continue
-            if whole is not None:
-                moves.append(self._p2p(dist.irecv, self._part(whole, rank), rank))
-            if rank in wanting:
-                moves.append(self._p2p(dist.isend, mine, rank))
-                self.sent += mine.nbytes
         if whole is not None:
             self._part(whole, self.rank).copy_(mine)
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
+        with self.naming(), _disable_current_modes():
+            there, here = None if whole is None else _lent(whole), _lent(mine)
+            moves = []
+            for rank in range(self.size):
+                if rank == self.rank:
+                    continue
+                if there is not None:
+                    moves.append(self._p2p(dist.irecv, self._part(there, rank), rank))
+                if rank in wanting:
+                    moves.append(self._p2p(dist.isend, here, rank))
+                    self.sent += mine.nbytes
+            for work in dist.batch_isend_irecv(moves) if moves else ():
+                work.wait()
 
     def _p2p(self, deed: Any, memory: torch.Tensor, rank: int) -> Any:
         return dist.P2POp(deed, memory, group=self.group, group_peer=rank)
@@ -132,10 +170,45 @@ class Ranks:
         each = whole.numel() // self.size
         return whole[rank * each : (rank + 1) * each]
 
-    def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Any:
+    def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Pending:
         """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""
         self.sent += whole.nbytes // self.size * (self.size - 1)
-        return dist.all_to_all_single(received, whole, group=self.group, async_op=True)
+        with self.naming(), _disable_current_modes():
+            work = dist.all_to_all_single(_lent(received), _lent(whole), group=self.group, async_op=True)
+            return Pending(work, self)
+
+    # -- who is gone ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A collective that fails says who is no longer there."""
+        try:
+            yield
+        except RuntimeError as error:
+            gone = self._roll_call()
+            who = ", ".join(f"rank {rank}" for rank in gone) or "another rank"
+            first = str(error).strip().splitlines()[0]
+            raise RanksError(
+                f"{who} of {self.size} is gone or does not answer ({first}); this one cannot go on. Started again by "
+                "torchrun (--max-restarts), `ebbtide train --resume auto` goes on from the newest checkpoint"
+            ) from error
+
+    def _roll_call(self) -> list[int]:
+        """Who does not answer on another way: the store that brought the ranks together."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"ebbtide/here/{self.rank}", "")
+        except Exception:
+            return []  # it was kept by the one that is gone, it may be
+        gone = []
+        until = time.monotonic() + ROLL_CALL
+        for rank in range(self.size):
+            left = max(0.1, until - time.monotonic())
+            try:
+                store.wait([f"ebbtide/here/{rank}"], timedelta(seconds=left))
+            except Exception:
+                gone.append(rank)
+        return gone
 
 
 _controls: dict[tuple[int, ...], list[Any]] = {}
@@ -165,3 +238,19 @@ def neighbours(ranks: Ranks) -> tuple[int, int]:
     hosts = ranks.objects((socket.gethostname(), uuid.getnode()))
     here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
     return here.index(ranks.rank), len(here)
+
+
+@contextmanager
+def all_or_none(ranks: Ranks | None) -> Iterator[None]:
+    """What is raised within on one rank is raised on all, for the others would wait for it."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    everywhere = [failed] if ranks is None else ranks.objects(failed)
+    if failed is not None:
+        raise failed
+    for theirs in everywhere:
+        if theirs is not None:
+            raise theirs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -42,6 +42,7 @@ from ebbtide.run.recording import Recording, imagine
 from ebbtide.run.room import Room
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.shares import SharedGradients
+from ebbtide.run.sharing import TAG as EXCHANGE
 from ebbtide.run.sharing import Sharing
 from ebbtide.run.source import Source, replace
 from ebbtide.run.streaming import Streaming
@@ -112,7 +113,8 @@ class Session:
         """Backward passes since the last update."""
         weakref.finalize(self.executor, _release, self.store)
         try:
-            self._take_over(choice, source)
+            with nullcontext() if self.sharing is None else self.sharing.beginning():
+                self._take_over(choice, source)
         except BaseException:
             self.undo(source)
             raise
@@ -130,7 +132,13 @@ class Session:
         made = Sharing(self.data, self.places, ranks, kernels)
         self.places.gather, self.data.collect = made.gather, made.collect
         self.updates.shares = SharedGradients(self.updates, self.executor, made)
+        made.reserve()
         return made
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that share the chunks."""
+        return None if self.sharing is None else self.sharing.ranks
 
     @property
     def shape(self) -> ModelShape:
@@ -155,7 +163,8 @@ class Session:
             for c in peer.store.chunks.values()
             if getattr(c, tier) is not None and c.kind not in PASSING
         )
-        return self.ledger.budgets[tier] - self.ledger.tags[tier].get("host modules", 0) - taken
+        tags = self.ledger.tags[tier]
+        return self.ledger.budgets[tier] - tags.get("host modules", 0) - tags.get(EXCHANGE, 0) - taken
 
     def _plan_by(self, config: Config) -> None:
         """What plans are made by, and what they move."""
@@ -237,7 +246,7 @@ class Session:
                 place = self.data.places[member]
                 dtype = self.data.originals[member]
                 replace(parameter, torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta"))
-            elif self.data.taken[member]:
+            elif self.data.taken[member] and self.sharing is None:  # else others have some of it
                 with suppress(DiskError, IntegrityError):
                     value = self.data.load_value(member, kernels)
                     parameter.data = value.to(self.data.originals[member])
@@ -245,6 +254,8 @@ class Session:
             source.undo()
         self.streaming.close()
         _release(self.store)
+        if self.sharing is not None:
+            self.sharing.close()
         self.room.peers.discard(self.room)
 
     # -- training passes ------------------------------------------------------------------------------
@@ -295,6 +306,8 @@ class Session:
             if updates.homes[index] == "ssd":
                 self.drain()
                 self.homes.restream()
+        if woken and self.sharing is not None:
+            self.sharing.reserve()
         if woken:
             self.traces.replan(shape_of(data, updates))
 
@@ -430,6 +443,8 @@ class Session:
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)
         _release(self.store)
+        if self.sharing is not None:
+            self.sharing.close()
         self._release_hosted()
         self.room.peers.discard(self.room)
 

@@ -8,6 +8,7 @@ A parameter that some ranks have no gradient for gets zeros from them.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,18 +18,20 @@ from torch import nn
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.cpu import OVER
-from ebbtide.errors import StateError
+from ebbtide.errors import RanksError, StateError
 from ebbtide.kernels import Kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import WIRE, Chunk
+from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import GRAD, WHOLE, WHOLE_GRAD
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import END, GATHER, REDUCE, VALUES, Ranks, Wish
+from ebbtide.run.ranks import END, GATHER, REDUCE, VALUES, Pending, Ranks, Wish
 from ebbtide.run.unmanaged import Unmanaged
 
 TAG = "exchange"
+FAILED = 1
 
 
 class _Gathering:
@@ -36,7 +39,7 @@ class _Gathering:
 
     __slots__ = ("_source", "_work")
 
-    def __init__(self, work: torch.distributed.Work, source: Chunk) -> None:
+    def __init__(self, work: Pending, source: Chunk) -> None:
         self._work, self._source = work, source
         source.pins += 1
 
@@ -54,7 +57,34 @@ class _Gathering:
             self._source = None  # type: ignore[assignment]
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work.done()
+
+
+class _Received:
+    """Room on the device for what others send of one chunk's gradients, kept for good: plans count with what is left."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._backend, self._ledger = store.backend, store.ledger
+        self._size = 0
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, count: int) -> None:
+        if count > self._size:
+            self.close()
+            self._ledger.reserve("device", TAG, count)
+            self._size = count
+
+    def take(self, count: int) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = self._backend.allocate("device", self._size)
+        return self._memory[:count]
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._backend.free("device", self._memory)
+        self._memory = None
+        self._ledger.release("device", TAG, self._size)
+        self._size = 0
 
 
 class Sharing:
@@ -62,6 +92,8 @@ class Sharing:
         """`kernels`: the device's."""
         self.ranks = ranks
         self._data, self._store, self._places, self._kernels = data, data.store, places, kernels
+        self._received = _Received(data.store)
+        self.close = weakref.finalize(self, self._received.close)
         self._round = 0
         self._any_waits = False
         self._waiting: set[int] = set()
@@ -71,6 +103,11 @@ class Sharing:
         self.reduced: Callable[[int, Sequence[bool], Chunk], None] = lambda index, arrived, grad: None
         """Told of the gradients of a chunk's slice: which members have one on some rank, and where the sum is, with a
         mean's scale."""
+
+    def reserve(self) -> None:
+        """Room for the gradients of the largest chunk that is trained."""
+        wholes = (chunk.nbytes for chunk in self._store.chunks.values() if chunk.kind == WHOLE_GRAD)
+        self._received.reserve(max(wholes, default=0))
 
     # -- what a pass wants ----------------------------------------------------------------------------
 
@@ -170,12 +207,12 @@ class Sharing:
                 self._places.room.make_for(whole, "device")
                 self._store.allocate(whole, "device")
             self._clear(whole, [m for m, has in zip(self._data.members[index], here, strict=True) if not has])
-            with self._received(whole.nbytes) as memory:
-                assert whole.device is not None
-                self.ranks.exchange(memory, whole.device).wait()
-                self._store.traffic.moved[WIRE] += whole.nbytes // self.ranks.size * (self.ranks.size - 1)
-                self._store.free(whole)
-                self._sum(grad, memory)
+            assert whole.device is not None
+            memory = self._received.take(whole.nbytes)
+            self.ranks.exchange(memory, whole.device).wait()
+            self._store.traffic.moved[WIRE] += whole.nbytes // self.ranks.size * (self.ranks.size - 1)
+            self._store.free(whole)
+            self._sum(grad, memory)
         self.reduced(index, arrived, grad)
 
     def _clear(self, whole: Chunk, members: Sequence[int]) -> None:
@@ -183,21 +220,6 @@ class Sharing:
         for member in members:
             place = self._data.places[member]
             view[place.offset : place.offset + place.numel].zero_()
-
-    @contextmanager
-    def _received(self, count: int) -> Iterator[torch.Tensor]:
-        """Room for what others send."""
-        store = self._store
-        self._places.room.make("device", count)
-        store.ledger.reserve("device", TAG, count)
-        try:
-            memory = store.backend.allocate("device", count)
-            try:
-                yield memory
-            finally:
-                store.backend.free("device", memory)
-        finally:
-            store.ledger.release("device", TAG, count)
 
     def _sum(self, grad: Chunk, memory: torch.Tensor) -> None:
         """The mean over the ranks, into the slice of the gradients or added to what is there."""
@@ -231,11 +253,30 @@ class Sharing:
             if share.numel:
                 self.ranks.spread(flat[share.first : share.first + share.numel], rank)
 
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Around what ranks begin with: one that cannot tells the others, which wait for it in `same`."""
+        try:
+            yield
+        except RanksError:
+            raise
+        except BaseException:
+            self.ranks.numbers((FAILED, 0))
+            raise
+        self._compare(0)
+
+    def _compare(self, checksum: int) -> bool:
+        """Whether all ranks have the same."""
+        rows = self.ranks.numbers((0, checksum))
+        failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
+        if failed:
+            raise RanksError(f"rank {failed[0]} could not begin, and says why; this one ends, too")
+        return all(row == rows[0] for row in rows)
+
     def same(self, flat: torch.Tensor) -> torch.Tensor:
         """The first rank's values, where ranks began with others."""
         here = flat.detach().to("cpu").contiguous()
-        sums = self.ranks.numbers([crc32(here.data_ptr(), here.nbytes)])
-        if all(row == sums[0] for row in sums):
+        if self._compare(crc32(here.data_ptr(), here.nbytes)):
             return flat
         values = here.clone()
         self.ranks.spread(values, 0)

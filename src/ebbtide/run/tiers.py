@@ -16,7 +16,7 @@ from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import ConfigError
 from ebbtide.memory.ledger import Ledger
-from ebbtide.run.ranks import Ranks, neighbours
+from ebbtide.run.ranks import Ranks, all_or_none, neighbours
 from ebbtide.run.room import Room
 from ebbtide.run.setup import resolve_budgets
 
@@ -53,22 +53,31 @@ _shared: dict[str, Tiers] = {}
 def open_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
     """Fresh tiers with the config's budgets. Ranks that share chunks share what their machine has; the one with the
     least of a tier decides for all, so that they have one plan."""
-    backend = open_backend(config.device.kind, config.poison)
     place, count = (0, 1) if ranks is None else neighbours(ranks)
-    budgets = resolve_budgets(config, backend, count)
-    folders = config.ssd.folder
+    with all_or_none(ranks):
+        backend = open_backend(config.device.kind, config.poison)
+        budgets = resolve_budgets(config, backend, count)
+    folders: tuple[str, ...] = ()
     if ranks is not None:
         everywhere = ranks.numbers([budgets[tier] for tier in sorted(budgets)])
         budgets = {tier: min(row[i] for row in everywhere) for i, tier in enumerate(sorted(budgets))}
-        folders = tuple(str(Path(folder) / f"rank-{place}") for folder in folders)
-    disk = None
-    if budgets["ssd"]:
-        for own, folder in zip(folders, config.ssd.folder, strict=True):
-            if own != folder and Path(folder).is_dir():
-                Path(own).mkdir(exist_ok=True)
-        disk = DiskSpace(folders, budgets["ssd"], checksums=config.ssd.checksums)
+    with all_or_none(ranks):
+        if ranks is not None and budgets["ssd"]:
+            folders = _own_folders(config, place)
+        disk = None
+        if budgets["ssd"]:
+            disk = DiskSpace(folders or config.ssd.folder, budgets["ssd"], checksums=config.ssd.checksums)
     backend.limit(budgets["device"])
-    return Tiers(backend, Ledger(budgets), disk, own_folders=() if ranks is None else folders)
+    return Tiers(backend, Ledger(budgets), disk, own_folders=folders)
+
+
+def _own_folders(config: Config, place: int) -> tuple[str, ...]:
+    """A folder serves one process at a time: each rank has its own in them."""
+    own = tuple(Path(folder) / f"rank-{place}" for folder in config.ssd.folder)
+    for folder in own:
+        if folder.parent.is_dir():
+            folder.mkdir(exist_ok=True)
+    return tuple(map(str, own))
 
 
 def shared_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:

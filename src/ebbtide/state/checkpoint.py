@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 
 from ebbtide.errors import ConfigError, nearest
 from ebbtide.run.model import dense
+from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
 from ebbtide.state.parts import BUFFERS, WEIGHTS, Part, parts_of
 from ebbtide.state.shards import PIECE, ShardReader, ShardWriter, read_index
@@ -50,12 +51,29 @@ FACTS, STATE = "facts", "state"
 
 
 def write(session: Session, folder: Path, facts: Mapping[str, Any], state: Any) -> None:
-    """`facts`: plain data of the engine's; `state`: the user's, whatever `torch.save` takes and gives back safely."""
-    parts = {part.key: part for part in parts_of(session) if part.numel}
+    """`facts`: plain data of the engine's; `state`: the user's, whatever `torch.save` takes and gives back safely. Ranks
+    that share the chunks write together, each what it has; the first one also what is common."""
+    ranks = session.ranks
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    with all_or_none(ranks):
+        parts = {part.key: part for part in parts_of(session) if part.numel}
+        contents = {_state_of(rank): _packed(state)}
     described = {key: [list(part.shape), list(part.stride)] for key, part in parts.items()}
-    contents = {FACTS: json.dumps({**facts, "tensors": described}).encode(), STATE: _packed(state)}
-    with _alone():
-        write_distributed({}, storage_writer=ShardWriter(folder), planner=_Writing(parts, contents))
+    if not rank:
+        contents[FACTS] = json.dumps({**facts, "ranks": size, "tensors": described}).encode()
+    mine = {key: part for key, part in parts.items() if not (part.common and rank)}
+    with _errors_as_raised():
+        write_distributed(
+            {},
+            storage_writer=ShardWriter(folder, rank=rank),
+            planner=_Writing(mine, contents),
+            process_group=None if ranks is None else ranks.control,
+            no_dist=ranks is None,
+        )
+
+
+def _state_of(rank: int) -> str:
+    return f"{STATE}/{rank}"
 
 
 def read(
@@ -63,21 +81,30 @@ def read(
 ) -> tuple[dict[str, Any], Any]:
     """Fills a session with what a checkpoint has, and returns its facts and the user's state. Nothing is changed until
     `check` has accepted the facts, and all names and sizes are found right."""
-    metadata = read_index(folder)
-    contents = _read_contents(folder, metadata)
-    facts = json.loads(contents[FACTS])
-    state = torch.load(io.BytesIO(contents[STATE]), weights_only=True)
-    there = {part.key: part for part in parts_of(session) if part.numel}
-    _compare(folder, facts["tensors"], there)
-    check(facts)
+    ranks = session.ranks
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    with all_or_none(ranks):
+        metadata = read_index(folder)
+        facts = json.loads(_read_content(folder, metadata, FACTS))
+        own = _state_of(rank if facts["ranks"] == size else 0)
+        state = torch.load(io.BytesIO(_read_content(folder, metadata, own)), weights_only=True)
+        there = {part.key: part for part in parts_of(session) if part.numel}
+        _compare(folder, facts["tensors"], there)
+        check(facts)
     parts = {part.key: part for part in parts_of(session, everything=True) if part.numel}
     for key, part in there.items():
         if key not in metadata.state_dict_metadata:  # state that no update had touched
             for first, count in _pieces(part):
                 part.store(first, torch.zeros(count, dtype=part.dtype))
     planner = _Reading(parts, facts["tensors"])
-    with _alone():
-        read_distributed({}, storage_reader=ShardReader(folder, metadata), planner=planner)
+    with _errors_as_raised():
+        read_distributed(
+            {},
+            storage_reader=ShardReader(folder, metadata),
+            planner=planner,
+            process_group=None if ranks is None else ranks.control,
+            no_dist=ranks is None,
+        )
     planner.finish()
     return facts, state
 
@@ -96,10 +123,9 @@ def _packed(state: Any) -> bytes:
     return content.getvalue()
 
 
-def _read_contents(folder: Path, metadata: Metadata) -> dict[str, bytes]:
-    reader, keys = ShardReader(folder, metadata), [FACTS, STATE]
-    found = reader.contents([MetadataIndex(key) for key in keys])
-    return {key: content.numpy().tobytes() for key, content in zip(keys, found, strict=True)}
+def _read_content(folder: Path, metadata: Metadata, key: str) -> bytes:
+    [content] = ShardReader(folder, metadata).contents([MetadataIndex(key)])
+    return content.numpy().tobytes()
 
 
 def _compare(folder: Path, stored: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
@@ -119,13 +145,15 @@ def _compare(folder: Path, stored: Mapping[str, Any], parts: Mapping[str, Part])
 
 
 def _pieces(part: Part) -> list[tuple[int, int]]:
+    """Of what this rank has."""
     most = PIECE // part.dtype.itemsize
-    return [(first, min(most, part.numel - first)) for first in range(0, part.numel, most)]
+    begin, end = part.range
+    return [(first, min(most, end - first)) for first in range(begin, end, most)]
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One process, and errors as they were raised."""
+def _errors_as_raised() -> Iterator[None]:
+    """Those of the first rank that has one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
         try:
@@ -211,12 +239,23 @@ class _Reading(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         items = []
-        for key in self._parts:
+        for key, part in self._parts.items():
             stored = self._stored.get(key)
+            begin, end = part.range if self._laid_alike(part) else (0, part.numel)
             for chunk in stored.chunks if isinstance(stored, TensorStorageMetadata) else ():
-                index, zero = MetadataIndex(key, chunk.offsets), torch.Size([0])
-                items.append(ReadItem(LoadItemType.TENSOR, index, chunk.offsets, index, zero, chunk.sizes))
+                there = chunk.offsets[0]
+                first, last = max(begin, there), min(end, there + chunk.sizes[0])
+                if first >= last:
+                    continue
+                target = MetadataIndex(key, [first])
+                source = MetadataIndex(key, chunk.offsets)
+                sizes = [torch.Size([count]) for count in (first, first - there, last - first)]
+                items.append(ReadItem(LoadItemType.TENSOR, target, sizes[0], source, sizes[1], sizes[2]))
         return LoadPlan(items)
+
+    def _laid_alike(self, part: Part) -> bool:
+        described = self._described.get(part.key)
+        return described is not None and tuple(described[1]) == part.stride
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -236,7 +275,7 @@ class _Reading(LoadPlanner):
         key, first = read_item.dest_index.fqn, read_item.dest_offsets[0]
         part = self._parts[key]
         values = tensor.to(part.dtype)
-        if tuple(self._described[key][1]) == part.stride:
+        if self._laid_alike(part):
             part.store(first, values)
             return
         whole = self._relaid.setdefault(key, torch.empty(part.numel, dtype=part.dtype))

@@ -61,11 +61,7 @@ class Run:
             sync(self.path)
             self._point_to(target)
         except OSError as error:
-            raise DiskError(
-                f"{error.filename or partial}: the checkpoint of step {step} could not be written: "
-                f"{error.strerror or error}; those that were there are as they were",
-                file=str(error.filename or partial),
-            ) from error
+            raise not_written(error, partial, step) from error
         finally:
             os.close(lock)
             shutil.rmtree(partial, ignore_errors=True)
@@ -127,6 +123,15 @@ class Run:
             with suppress(OSError):
                 os.rename(old, gone)
                 shutil.rmtree(gone, ignore_errors=True)
+
+
+def not_written(error: OSError, partial: Path, step: int) -> DiskError:
+    where = str(error.filename or partial)
+    return DiskError(
+        f"{where}: the checkpoint of step {step} could not be written: {error.strerror or error}; those that were there "
+        "are as they were",
+        file=where,
+    )
 
 
 def find(path: str | Path) -> Path:

@@ -2,7 +2,8 @@
 
 Keys say what and whose: `weights/NAME` in master precision, `exp_avg/NAME` and the like for optimizer state,
 `buffers/NAME`. A tensor's elements are in storage order. None of this depends on layout, chunk size, tiers or
-the form of the master. State that no update has touched is all zeros and has no part.
+the form of the master. State that no update has touched is all zeros and has no part. Where ranks share the chunks,
+each has a range of every part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,20 @@ class Part:
     load: Callable[[int, torch.Tensor], None]
     """(first element, a flat tensor on the host that is filled)."""
     store: Callable[[int, torch.Tensor], None]
-    """(first element, flat values)."""
+    """(first element, flat values); what other ranks have of them is left out."""
+    first: int = 0
+    count: int = -1
+    """This rank's elements; -1: all of them."""
+
+    @property
+    def common(self) -> bool:
+        """Every rank has all of it, for itself."""
+        return self.count < 0
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """First and last (exclusive) of the elements that are here."""
+        return (0, self.numel) if self.common else (self.first, self.first + self.count)
 
 
 def parts_of(session: Session, everything: bool = False) -> Iterator[Part]:
@@ -49,7 +63,7 @@ def parts_of(session: Session, everything: bool = False) -> Iterator[Part]:
 
 def _weights(session: Session, member: int) -> Part:
     data, kernels = session.data, session.updates.kernels["host"]
-    place = data.places[member]
+    place, share = data.places[member], data.shares[member]
     has_master = ("master", place.chunk) in session.store.chunks
     dtype = torch.float32 if has_master else data.parameter_chunk(place.chunk).dtype
 
@@ -59,15 +73,16 @@ def _weights(session: Session, member: int) -> Part:
     def store(first: int, flat: torch.Tensor) -> None:
         values.store(session, member, flat, first)
 
-    return Part(f"{WEIGHTS}/{place.name}", place.numel, dtype, place.shape, place.stride, load, store)
+    key = f"{WEIGHTS}/{place.name}"
+    return Part(key, place.numel, dtype, place.shape, place.stride, load, store, share.first, share.numel)
 
 
 def _state(session: Session, member: int, chunk: Chunk) -> Part:
-    place, space = session.data.places[member], session.store
+    place, share, space = session.data.places[member], session.data.shares[member], session.store
 
     def load(first: int, out: torch.Tensor) -> None:
         space.settle(chunk, host=True)
-        offset, tier = place.offset + first, _tier(chunk)
+        offset, tier = share.offset + first - share.first, _tier(chunk)
         if tier == "ssd":
             out.copy_(space.peek(chunk, offset, out.numel()))
             return
@@ -75,10 +90,14 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
             out[start : start + piece.numel()].copy_(piece)
 
     def store(first: int, found: torch.Tensor) -> None:
+        begin, end = max(first, share.first), min(first + found.numel(), share.first + share.numel)
+        if begin >= end:
+            return
+        found = found[begin - first : end - first]
         if chunk.free:
             session.updates.chunks.open_states(place.chunk)
         space.settle(chunk, host=True)
-        offset, tier = place.offset + first, session.updates.homes[place.chunk]
+        offset, tier = share.offset + begin - share.first, session.updates.homes[place.chunk]
         if tier == "ssd":
             chunk.mark("ssd", True)
             space.poke(chunk, offset, found)
@@ -90,7 +109,9 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
         space.written(chunk, tier)
 
     key = f"{chunk.kind}/{place.name}"
-    return Part(key, place.numel, chunk.dtype, place.shape, place.stride, load, store)
+    return Part(
+        key, place.numel, chunk.dtype, place.shape, place.stride, load, store, share.first, share.numel
+    )
 
 
 def _tier(chunk: Chunk) -> str:

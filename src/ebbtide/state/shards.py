@@ -51,7 +51,7 @@ from ebbtide.kernels.crc import crc32
 from ebbtide.state.folders import INDEX, write_synced
 from ebbtide.units import round_up
 
-FORMAT = 1
+FORMAT = 2
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 BUFFERS = 2
@@ -128,15 +128,14 @@ class Filling(Protocol):
 class ShardWriter(StorageWriter):
     """Into a folder that gets its name later."""
 
-    def __init__(self, folder: Path, system: SystemIO | None = None) -> None:
-        self._folder, self._io = folder, system or SystemIO()
-        self._rank = 0
+    def __init__(self, folder: Path, system: SystemIO | None = None, rank: int = 0) -> None:
+        self._folder, self._io, self._rank = folder, system or SystemIO(), rank
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._rank = kwargs.get("rank", 0)
+        """All is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

@@ -1,0 +1,83 @@
+"""Many processes, as the command sees them: torchrun starts them, and each says by its environment which it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ebbtide.errors import ConfigError
+
+PATIENCE = timedelta(seconds=50)
+"""How long a rank waits for another before it takes it for lost."""
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def share(self, batch: int) -> int:
+        """Rows of a batch that each rank takes."""
+        if batch % self.size:
+            raise ConfigError(
+                f"--batch: expected a multiple of {self.size}, for {self.size} ranks share a batch; found {batch}"
+            )
+        return batch // self.size
+
+    def rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch."""
+        if self.size == 1:
+            return batch
+        count = {name: len(value) // self.size for name, value in batch.items()}
+        return {
+            name: value[self.rank * count[name] : (self.rank + 1) * count[name]]
+            for name, value in batch.items()
+        }
+
+    def all(self, mine: Any) -> list[Any]:
+        """What each rank has, by rank."""
+        if self.size == 1:
+            return [mine]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Over all values of all ranks."""
+        every = [value for one in self.all(list(values)) for value in one]
+        return sum(every) / len(every)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[World]:
+    """Among the processes that torchrun started; alone where it did not. `device`: the setting."""
+    try:
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+    except ValueError as error:
+        raise ConfigError(
+            f"WORLD_SIZE, LOCAL_RANK: expected numbers, as torchrun sets them; found {error}"
+        ) from None
+    if size == 1:
+        yield World()
+        return
+    import torch
+    import torch.distributed as dist
+
+    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    if cuda:
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
+    yield World(dist.get_rank(), size)
+    dist.destroy_process_group()  # not after an error: the others may wait for us meanwhile

@@ -1,0 +1,71 @@
+"""A run's folder, as ranks that save together see it: the first one keeps it, and what befalls it is told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ebbtide.errors import DiskError, EbbtideError
+from ebbtide.run.ranks import Ranks
+from ebbtide.state import folders
+from ebbtide.state.folders import Run
+
+
+@contextmanager
+def writing(run: Run, step: int, ranks: Ranks | None, keep: int | None) -> Iterator[tuple[Path, Path]]:
+    """(where to write, the name that it will have). What is raised within is raised on all ranks."""
+    if ranks is None:
+        with run.writing(step) as paths:
+            yield paths
+        if keep is not None:
+            run.keep(keep)
+        return
+    if ranks.rank:
+        paths = _told(ranks.objects(None))
+        try:
+            yield paths
+        except OSError as error:
+            raise folders.not_written(error, paths[0], step) from error
+        _told(ranks.objects(None))
+        return
+    told = False
+    try:
+        with run.writing(step) as paths:
+            ranks.objects(paths)
+            told = True
+            yield paths
+            told = False
+        if keep is not None:
+            run.keep(keep)
+    except EbbtideError as error:
+        if not told:
+            ranks.objects(error)
+        raise
+    ranks.objects(None)
+
+
+def _told(said: list[object]) -> tuple[Path, Path]:
+    if isinstance(said[0], BaseException):
+        raise said[0]
+    return said[0]  # type: ignore[return-value]
+
+
+def find(path: str | Path, ranks: Ranks | None) -> Path:
+    """The checkpoint that a path means, the same for all ranks: `latest` may move meanwhile."""
+    found: Path | EbbtideError
+    try:
+        found = folders.find(path)
+    except EbbtideError as error:
+        found = error
+    if ranks is not None:
+        everywhere = ranks.objects(found)
+        found = everywhere[0]
+        missing = [rank for rank, one in enumerate(everywhere) if isinstance(one, BaseException)]
+        if missing and not isinstance(found, BaseException):
+            found = DiskError(
+                f"load: '{path}' is not there on ranks {missing}; expected a folder that all of them see"
+            )
+    if isinstance(found, BaseException):
+        raise found
+    return found
