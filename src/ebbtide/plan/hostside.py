@@ -2,9 +2,9 @@
 
 Parameters and gradients of chunks that the host updates come first: they cross the link in every iteration. Then
 optimizer state, in the model's order, for the last chunks' gradients come first and their state can be read while
-backward goes on. What is left is streamed from SSD and back, but for the first pieces of one chunk that does not fit as
-a whole: a tied embedding is often that, its update comes last and is waited for first. Only where the gradients and
-the rest leave no room for parameters do these go to SSD, too.
+backward goes on. What is left is streamed from SSD and back; where the device is RAM beside SSD, but for the first
+pieces of one chunk that does not fit as a whole: a tied embedding is often that, its update comes last and is waited for
+first. Only where the gradients and the rest leave no room for parameters do these go to SSD, too.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, setti
         held_params.append(i)
     if left < 0:
         return HostSide(False, frozenset(), frozenset(), settings.host, 0, -left)
-    here, kept = fill(shape, away, left)
-    left -= sum(shape.state_bytes[i] for i in here) + kept_bytes(shape, kept)
+    here, _ = fill(shape, away, left, split=False)
+    left -= sum(shape.state_bytes[i] for i in here)
     ssd = frozenset(away) - here
     loaded = [shape.parameter_bytes[i] for i in held_params]
     stored = [*(shape.state_bytes[i] for i in ssd), *loaded]
     short = max(0, sum(stored_bytes(count, shape.piece) for count in stored) - settings.ssd)
     host = settings.host - left
-    found = HostSide(False, ssd, frozenset(held_params), host, sum(loaded), short, "ssd", kept)
+    found = HostSide(False, ssd, frozenset(held_params), host, sum(loaded), short, "ssd")
     return _streaming(shape, found)
 
 

@@ -44,7 +44,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 def _lent(memory: torch.Tensor) -> torch.Tensor:
     """What a collective is given: on a CPU its thread holds the tensors a moment longer than its end, and use counts say
     who may be evicted. Whoever starts it keeps the memory."""
-    return alias(memory) if memory.is_cpu else memory
+    return alias(memory.view(torch.uint8)) if memory.is_cpu else memory
 
 
 class Wish(NamedTuple):

@@ -25,6 +25,9 @@ class Room:
         self.activations: Activations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
         self._course, self._updater, self._eviction = course, updater, eviction
+        somewhere = self.ledger.budgets["host"] or self.ledger.budgets["ssd"]
+        self._leaving = (PARAM, GRAD, WHOLE) if somewhere else (WHOLE,)
+        """Kinds that may leave the device: where there is no other tier, what can be gathered again."""
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
 
@@ -155,7 +158,7 @@ class Room:
         chunks = [
             c
             for c in self.store.chunks.values()
-            if c.kind in (PARAM, GRAD, WHOLE)
+            if c.kind in self._leaving
             and c.device is not None
             and c.move is None
             and c not in self._guarded
