@@ -16,6 +16,10 @@ class Share:
     offset: int
     numel: int
 
+    def common(self, first: int, count: int) -> tuple[int, int]:
+        """What it has of the tensor's elements [first, first + count): from which to which; none where they cross."""
+        return max(first, self.first), min(first + count, self.first + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class Slicing:

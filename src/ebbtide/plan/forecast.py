@@ -15,7 +15,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import Walked, step_seconds, walk
-from ebbtide.plan.hostside import kept_bytes, waiting_gradients
+from ebbtide.plan.hostside import waiting_gradients
 from ebbtide.plan.job import Job, paced, streamed_bytes, streamed_update
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
@@ -220,7 +220,6 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
     params = sum(shape.parameter_bytes[i] for i in kept if i not in plan.host.ssd_parameters)
     grads = waiting_gradients(shape, away, setup.settings)
     host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
-    host["state"] += kept_bytes(shape, plan.host.kept)
     if activations:
         host["activations"] = activations
     if plan.host.ssd or plan.host.ssd_parameters or setup.settings.lock_free:

@@ -56,6 +56,11 @@ class ModelShape:
         """Bytes of state that stream from SSD at once."""
         return piece_bytes(sum(self.parameter_bytes))
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest chunk as it is computed with."""
+        return max((self.sizes[self.used(i)] for i in range(self.chunks)), default=0)
+
     def used(self, chunk: int) -> int:
         """The item that must be on the device to compute with a chunk."""
         return 2 * self.chunks + chunk if chunk in self.shared else chunk

@@ -227,7 +227,7 @@ def check_warm_up(setup: Setup) -> None:
     if setup.warm_up is None:
         return
     shape = setup.shape
-    largest = max(shape.sizes[shape.used(i)] for i in range(shape.chunks))
+    largest = shape.largest
     if largest > setup.warm_up:
         raise BudgetError(
             f"device: a communication group has {format_size(largest)}, and the warm-up iteration gives model data "

@@ -72,7 +72,7 @@ class Homes:
             chunk.nbytes for index in self.at("device") for chunk in self._updates.state_chunks(index)
         )
         room = int(budgets["device"] * self._warmup_share)
-        largest = 2 * max((shape.sizes[shape.used(i)] for i in range(shape.chunks)), default=0)
+        largest = 2 * shape.largest
         return max(0, budgets["device"] - max(room, states + largest))
 
     def level_before_batch(self, shape: ModelShape) -> int:

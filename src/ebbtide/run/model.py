@@ -267,7 +267,7 @@ class ModelData:
         """Writes a parameter's value (dense, in storage order), or its elements from `first` on, into parameter and
         master, where they are; what other ranks have is theirs to write."""
         place, share = self.places[member], self.shares[member]
-        begin, end = max(first, share.first), min(first + value.numel(), share.first + share.numel)
+        begin, end = share.common(first, value.numel())
         if begin >= end:
             return
         value, count = value[begin - first : end - first], end - begin

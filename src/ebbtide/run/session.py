@@ -192,9 +192,7 @@ class Session:
         if self.config.resolved_master == "separate" and self.config.accumulate == 1:
             grads = 0
         needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
-        check_fit(
-            self.ledger, needed, max((shape.sizes[shape.used(i)] for i in range(shape.chunks)), default=0)
-        )
+        check_fit(self.ledger, needed, shape.largest)
 
     def _take_over(self, choice: Choice, source: Source | None) -> None:
         """Moves the user's values, or the source's, into chunks, one chunk at a time."""

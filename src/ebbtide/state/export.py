@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ebbtide.errors import ConfigError, DiskError
+from ebbtide.errors import DiskError
 from ebbtide.run.model import dense
 from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
 from ebbtide.state import values
-from ebbtide.state.folders import sync
+from ebbtide.state.folders import make_folder, sync
 
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST = 2 << 30
@@ -32,7 +32,7 @@ LARGEST = 2 << 30
 def export(session: Session, folder: Path, dtype: torch.dtype | None, largest: int = LARGEST) -> None:
     """`dtype`: of floating tensors; left out, that of the module."""
     made = _Export(session, folder, dtype, largest)
-    made.by_the_first(made.begin)
+    made.by_the_first(partial(make_folder, folder, "export"))
     try:
         for place in range(len(made.files)):
             tensors = {key: made.value(key) for key in made.files[place]}
@@ -106,16 +106,6 @@ class _Export:
                 raise DiskError(
                     f"{where}: the weights could not be exported: {error.strerror or error}", file=where
                 ) from error
-
-    def begin(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(self._folder, os.W_OK | os.X_OK):
-                raise PermissionError(13, os.strerror(13))
-        except OSError as error:
-            raise ConfigError(
-                f"export: '{self._folder}' cannot be written to ({error.strerror}); choose a folder that can"
-            ) from error
 
     def write(self, place: int, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, self.aside[place], metadata={"format": "pt"})

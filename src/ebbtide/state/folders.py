@@ -52,7 +52,7 @@ class Run:
     @contextmanager
     def writing(self, step: int) -> Iterator[tuple[Path, Path]]:
         """(where to write, the name that it will have); named and made the latest at the end, gone if that fails."""
-        self._make()
+        make_folder(self.path, "save")
         partial, lock = self._begin()
         try:
             yield partial, (target := self._free_name(step))
@@ -65,16 +65,6 @@ class Run:
         finally:
             os.close(lock)
             shutil.rmtree(partial, ignore_errors=True)
-
-    def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.path, os.W_OK | os.X_OK):
-                raise PermissionError(13, os.strerror(13))
-        except OSError as error:
-            raise ConfigError(
-                f"save: '{self.path}' cannot be written to ({error.strerror}); choose a folder that can"
-            ) from error
 
     def _begin(self) -> tuple[Path, int]:
         """A folder that is ours while we live: nobody else looks before it is locked."""
@@ -123,6 +113,18 @@ class Run:
             with suppress(OSError):
                 os.rename(old, gone)
                 shutil.rmtree(gone, ignore_errors=True)
+
+
+def make_folder(path: Path, purpose: str) -> None:
+    """A folder that can be written to, or a refusal before there is something to lose."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, os.strerror(13))
+    except OSError as error:
+        raise ConfigError(
+            f"{purpose}: '{path}' cannot be written to ({error.strerror}); choose a folder that can"
+        ) from error
 
 
 def not_written(error: OSError, partial: Path, step: int) -> DiskError:

@@ -90,7 +90,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
             out[start : start + piece.numel()].copy_(piece)
 
     def store(first: int, found: torch.Tensor) -> None:
-        begin, end = max(first, share.first), min(first + found.numel(), share.first + share.numel)
+        begin, end = share.common(first, found.numel())
         if begin >= end:
             return
         found = found[begin - first : end - first]
