@@ -19,8 +19,9 @@ $(VENV)/.installed: pyproject.toml $(wildcard src/ebbtide/kernels/*.cpp)
 demo: install
 	$(BIN)/ebbtide demo
 
+# The same examples each time; `make test-all` draws new ones.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not heavy"
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile ci -m "not heavy"
 
 test-all: install
 	$(BIN)/python -m pytest

@@ -133,6 +133,27 @@ def test_more_of_anything_never_makes_any_step_slower(question: Question, part: 
     check_more(question, part, factor)
 
 
+@pytest.mark.parametrize(
+    ("layers", "elements", "flops", "device", "host", "ssd", "ranks"),
+    [
+        (5, 2048, 10**9, 37033, 114688, 0, 1),
+        (6, 2107392, 19 * 10**9, 24792929, 147686031, 10**11, 2),
+    ],
+)
+def test_more_host_memory_does_not_bring_a_slower_plan_that_moves_less(
+    layers: int, elements: int, flops: int, device: int, host: int, ssd: int, ranks: int
+) -> None:
+    machine = MACHINE.with_devices(ranks)
+    machine = replace(
+        machine,
+        device=replace(machine.device, memory=device),
+        host=replace(machine.host, memory=host),
+        ssd=replace(machine.ssd, memory=ssd),
+        links=replace(machine.links, host_device=1e9),
+    )
+    check_more(small_question(layers, elements, 0, flops, machine, {}), "host.memory", 2.0)
+
+
 def check_more(question: Question, part: str, factor: float) -> None:
     before = look(question)
     machine = better(question.ask.machine, part, factor)

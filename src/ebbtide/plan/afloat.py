@@ -7,7 +7,8 @@ from dataclasses import replace
 from ebbtide.errors import BudgetError
 from ebbtide.plan.activations import SPENT, Away, Room, send_away
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.place import Cost, make_plan
+from ebbtide.plan.place import make_plan
+from ebbtide.plan.search import Cost
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 from ebbtide.units import format_size

@@ -132,6 +132,16 @@ def streamed_traffic(host: HostSide, settings: Settings) -> int:
     return host.ssd_bytes // settings.max_staleness if settings.lock_free else 2 * host.ssd_bytes
 
 
+def fixed_bytes(shape: ModelShape, settings: Settings, device: frozenset[int], host: HostSide) -> int:
+    """What is on the device for good: state, and beside SSD the buffers of updates; parameters where they are static."""
+    static = sum(shape.state_bytes[i] for i in device)
+    if settings.ssd_beside_device:
+        static += beside_updates(shape, host.ssd, settings, host.ssd) + kept_bytes(shape, host.kept)
+    if settings.placement == "static":
+        static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
+    return static
+
+
 def draft(
     shape: ModelShape,
     record: Record,
@@ -146,12 +156,8 @@ def draft(
     least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
-    static = sum(shape.state_bytes[i] for i in device)
-    if settings.ssd_beside_device:
-        static += beside_updates(shape, host.ssd, settings, host.ssd) + kept_bytes(shape, host.kept)
+    static = fixed_bytes(shape, settings, device, host)
     pinned = settings.placement == "static"
-    if pinned:
-        static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
     levels = levels_of(shape, record, settings)
     rooms = tuple(settings.device - static - level for level in levels)
     if min(rooms, default=0) < 0:

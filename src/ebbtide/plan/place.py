@@ -9,132 +9,35 @@ more memory never makes a plan worse.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
-
 from ebbtide.errors import BudgetError
-from ebbtide.plan.draft import Draft, Plan, draft
-from ebbtide.plan.hostside import HostSide, beside_updates, fill
+from ebbtide.plan.draft import Draft, Plan
+from ebbtide.plan.hostside import HostSide, beside_updates
+from ebbtide.plan.search import Cost, Search
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
 
-Cost = Callable[[Plan], float]
-
 
 def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
-    """The plan with the least traffic among candidates of how many chunks' state the device holds.
-
-    With a `cost`, such as the seconds that a step takes on a machine, the cheapest of the plans for this and smaller
-    budgets: they come from one ladder whatever the budget, so that more memory never makes a plan dearer.
-    """
-    if cost is None or settings.placement != "auto":
-        return _least_traffic(shape, record, settings)
-    best: tuple[float, int, Plan] | None = None
-    for budget in _ladder(shape, record, settings):
-        try:
-            plan = _least_traffic(shape, record, replace(settings, device=budget))
-        except BudgetError:
-            continue  # with less memory than was given; whether that is enough is said below
-        found = (float(f"{cost(plan):.9g}"), plan.traffic, plan)
-        if best is None or found[:2] < best[:2]:
-            best = found
-    return best[2] if best is not None else _least_traffic(shape, record, settings)
-
-
-RUNGS = 32
-"""Of the ladder of budgets, in a factor of two."""
-NEAR = {True: 8, False: 2}
-"""Rungs below a budget that are tried, where a plan is quickly made and where it is not."""
-EVERY = {True: 4, False: 16}
-"""Of the rungs further down, each so manieth, counted from the bottom: those of a smaller budget are tried, too."""
-QUICK = 20_000
-"""Moments times chunks."""
-
-
-def _ladder(shape: ModelShape, record: Record, settings: Settings) -> list[int]:
-    levels = levels_of(shape, record, settings)
-    least = least_room(levels, shape.sizes, uses_of(shape, record, settings, frozenset()))
-    if settings.ssd_beside_device:
-        least += beside_updates(shape, range(shape.chunks), settings, range(shape.chunks))
-    if least <= 0 or settings.device < least:
-        return []
-    most = max(levels) + sum(shape.sizes) + sum(shape.state_bytes)
-    top = math.floor(RUNGS * math.log2(min(settings.device, most) / least) + 1e-9)
-    quick = len(levels) * shape.chunks <= QUICK
-    rungs = [k for k in range(top, -1, -1) if top - k < NEAR[quick] or k % EVERY[quick] == 0]
-    return (
-        [int(least * 2 ** (k / RUNGS)) for k in rungs]
-        if settings.device < most
-        else [most, *(int(least * 2 ** (k / RUNGS)) for k in rungs)]
-    )
-
-
-def _least_traffic(shape: ModelShape, record: Record, settings: Settings) -> Plan:
-    search = _Search(shape, record, settings)
-    total = sum(shape.state_bytes)
-    if settings.placement != "auto":
-        search.try_bytes(0)
+    """The plan with the least traffic among candidates of how many chunks' state the device holds; with a `cost`, such
+    as the seconds that a step takes on a machine, the cheapest."""
+    if cost is not None and settings.placement == "auto":
+        dear = Search(shape, record, settings, cost)
+        if dear.small:
+            dear.every()
+        else:
+            dear.some()
+        if dear.best is not None:
+            return dear.best
+    search = Search(shape, record, settings)
+    if settings.placement == "auto":
+        search.some()
     else:
-        search.try_bytes(total)
-        if not (search.best and search.best.traffic == 0):
-            # From the most down: what lives on the host must cross the link, so less is soon not worth a replay.
-            for step in reversed(range(CANDIDATES)):
-                search.try_bytes(total * step // CANDIDATES)
-            search.refine(total // CANDIDATES)
+        search.none()
     if search.best is None:
         raise _refusal(shape, record, settings, search.nearest)
-    return search.best.plan()
-
-
-CANDIDATES = 16
-REFINEMENTS = 6
-
-
-class _Search:
-    """Tries how many bytes of optimizer state the device is to hold; remembers the plan with the least traffic."""
-
-    def __init__(self, shape: ModelShape, record: Record, settings: Settings) -> None:
-        self.shape, self.record, self.settings = shape, record, settings
-        self.best: Draft | None = None
-        self.best_bytes = 0
-        self.nearest: Draft | None = None
-        """The draft that came closest to fitting, for the refusal."""
-        self._tried: set[tuple[frozenset[int], int]] = set()
-
-    def try_bytes(self, count: int) -> bool:
-        """Whether a plan whose state chunks take up to `count` bytes is the best so far."""
-        # State that streams is cut into pieces, so that some of a chunk's can stay.
-        shape, split = self.shape, self.settings.ssd_beside_device
-        homes, kept = fill(shape, range(shape.chunks), count, split)
-        tried = (homes, sum(kept.values()))
-        if tried in self._tried:
-            return False
-        self._tried.add(tried)
-        best = self.best
-        made = draft(shape, self.record, self.settings, homes, kept, None if best is None else best.traffic)
-        if made is None:
-            return False
-        if any(made.short):
-            if self.nearest is None or made.short < self.nearest.short:
-                self.nearest = made
-            return False
-        if best is not None and (made.traffic, -made.static) >= (best.traffic, -best.static):
-            return False
-        self.best, self.best_bytes = made, count
-        return True
-
-    def refine(self, step: int) -> None:
-        """Halving steps around the best."""
-        for _ in range(REFINEMENTS):
-            step //= 2
-            if not step:
-                return
-            base = self.best_bytes
-            if not self.try_bytes(base + step):
-                self.try_bytes(max(0, base - step))
+    return search.best
 
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:

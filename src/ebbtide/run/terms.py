@@ -8,8 +8,8 @@ from ebbtide.config import Config
 from ebbtide.plan.execute import step_seconds
 from ebbtide.plan.job import Job
 from ebbtide.plan.machine import Machine
-from ebbtide.plan.place import Cost
 from ebbtide.plan.rates import Rates
+from ebbtide.plan.search import Cost
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.run.model import ModelData
 from ebbtide.run.updates import Updates

@@ -9,7 +9,8 @@ from ebbtide.plan.activations import OFF
 from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.bound import least_traffic
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.place import Cost, make_plan
+from ebbtide.plan.place import make_plan
+from ebbtide.plan.search import Cost
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 

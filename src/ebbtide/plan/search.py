@@ -1,0 +1,156 @@
+"""The search for a plan: candidates of how much state the device holds, and of how much room what comes and goes is
+given.
+
+Without a machine the plan with the least traffic is taken. Least traffic is not least time: state on the device is
+updated there, beside less work on the host; and with more room the moves come in another order, which may wait longer.
+So where plans have a cost, such as the seconds of a step, what an iteration would do with less memory is tried, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ebbtide.plan.draft import Draft, Plan, draft, fixed_bytes
+from ebbtide.plan.hostside import fill, fill_host
+from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.uses import least_room, levels_of, uses_of
+from ebbtide.record import Record
+
+Cost = Callable[[Plan], float]
+
+CANDIDATES = 16
+REFINEMENTS = 6
+SMALL = 20_000
+"""Moments times chunks: of what is small, all that the device may hold is tried with every room."""
+RUNGS = 32
+"""Of room, in a factor of two."""
+COARSE = 8
+"""Of the rungs below, each so manieth is tried where the model is not small."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the device holds for good."""
+
+    chunks: frozenset[int]
+    kept: Mapping[int, int]
+    fixed: int
+    """Its bytes."""
+    least: int
+    """The smallest budget for it and what every moment uses."""
+    most: int
+    """The budget in which nothing ever has to leave."""
+
+
+class Search:
+    """Tries candidates; remembers the best."""
+
+    def __init__(
+        self, shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None
+    ) -> None:
+        self.shape, self.record, self.settings, self.cost = shape, record, settings, cost
+        self.levels = levels_of(shape, record, settings)
+        self.small = len(self.levels) * shape.chunks <= SMALL
+        self.best: Plan | None = None
+        self.nearest: Draft | None = None
+        """The draft that came closest to fitting, for the refusal."""
+        self._grain = max(1, math.gcd(*shape.sizes))
+        self._least: tuple[float, int] = (math.inf, 0)
+        """The best plan's cost, or its traffic where plans have none; then what decides between equals."""
+        self._tried: set[tuple[object, ...]] = set()
+
+    def none(self) -> None:
+        """The device holds no state."""
+        self._try(self._held(0), self.settings.device)
+
+    def every(self) -> None:
+        """All numbers of chunks, in the model's order, each with all rooms. The candidates for one budget are among
+        those for a larger one: more memory does not make a plan dearer."""
+        total = 0
+        for count in (0, *self.shape.state_bytes):
+            total += count
+            held = self._held(total)
+            for budget in self._rungs(held):
+                self._try(held, budget)
+
+    def some(self) -> None:
+        """Some shares, with all the room there is; where plans have a cost, the best with less."""
+        device, total = self.settings.device, sum(self.shape.state_bytes)
+        best, step = 0, total // CANDIDATES
+        # From the most down: what lives on the host must cross the link, so less is soon not worth a replay.
+        for number in reversed(range(CANDIDATES + 1)):
+            count = total * number // CANDIDATES
+            if self._try(self._held(count), device):
+                best = count
+            if self.best is not None and not self.best.traffic:
+                return
+        for _ in range(REFINEMENTS):
+            step //= 2
+            for count in (best + step, max(0, best - step)):
+                if self._try(self._held(count), device):
+                    best = count
+                    break
+        if self.cost is not None:
+            held = self._held(best)
+            for budget in self._rungs(held)[::COARSE]:
+                self._try(held, budget)
+
+    def _held(self, count: int) -> _Held:
+        """Up to so many bytes of state, and what comes with it."""
+        shape, settings = self.shape, self.settings
+        # State that streams is cut into pieces, so that some of a chunk's can stay.
+        chunks, kept = fill(shape, range(shape.chunks), count, settings.ssd_beside_device)
+        fixed = fixed_bytes(shape, settings, chunks, fill_host(shape, chunks, settings, kept))
+        uses = uses_of(shape, self.record, settings, chunks)
+        least = fixed + least_room(self.levels, shape.sizes, uses)
+        return _Held(chunks, kept, fixed, least, fixed + max(self.levels) + sum(shape.sizes))
+
+    def _rungs(self, held: _Held) -> list[int]:
+        """Budgets from the most that makes a difference down to the least, counted from there."""
+        top = min(held.most, self.settings.device)
+        if not 0 < held.least <= top:
+            return []
+        rungs = [
+            int(held.least * 2 ** (k / RUNGS)) for k in range(1 + int(RUNGS * math.log2(top / held.least)))
+        ]
+        return [*([top] if top == held.most else []), *(min(top, budget) for budget in reversed(rungs))]
+
+    def _try(self, held: _Held, budget: int) -> bool:
+        """Whether the plan for a device of so many bytes is the best so far."""
+        what = (held.chunks, *held.kept.values())
+        rooms = tuple((budget - held.fixed - level) // self._grain for level in self.levels)
+        if not self._new("rooms", what, rooms):
+            return False
+        settings = replace(self.settings, device=budget)
+        worth = int(self._least[0]) if self.best is not None and self.cost is None else None
+        made = draft(self.shape, self.record, settings, held.chunks, held.kept, worth)
+        if made is None:
+            return False
+        if any(made.short):
+            if self.nearest is None or made.short < self.nearest.short:
+                self.nearest = made
+            return False
+        return self._compare(made, what)
+
+    def _compare(self, made: Draft, what: tuple[object, ...]) -> bool:
+        if self.cost is None:
+            found: tuple[float, int] = (made.traffic, -made.static)
+            if found >= self._least:
+                return False
+            plan = made.plan()
+        else:
+            plan = made.plan()
+            if not self._new("moves", what, plan.triggers):
+                return False
+            found = (float(f"{self.cost(plan):.9g}"), plan.traffic)
+            if found >= self._least:
+                return False
+        self.best, self._least = plan, found
+        return True
+
+    def _new(self, *key: object) -> bool:
+        known = len(self._tried)
+        self._tried.add(key)
+        return len(self._tried) > known
