@@ -101,10 +101,11 @@ class Outlook:
     """Passes that an update is behind, where updates are lock-free."""
     timeline: Mapping[str, tuple[tuple[float, float, str], ...]] = field(default_factory=dict)
     """By lane: when its tasks ran in one step (start, end, cause)."""
+    plan: Plan | None = field(default=None, repr=False)
 
 
-def look(question: Question, quick: bool = False) -> Outlook:
-    """`quick`: only the plan that moves least is simulated; whether it fits is the same."""
+def look(question: Question, quick: bool = False, plan: Plan | None = None) -> Outlook:
+    """`quick`: only the plan that moves least is simulated; whether it fits is the same. `plan`: that one."""
     setup = set_up(question.strategy, question.ask)
     left = setup.settings.host - question.offloaded_bytes
     setup = replace(setup, settings=replace(setup.settings, host=max(0, left)))
@@ -126,7 +127,8 @@ def look(question: Question, quick: bool = False) -> Outlook:
         def seconds(plan: Plan) -> float:
             return step_seconds(job_of(question, setup, plan))
 
-        plan = make_plan(setup.shape, question.record, setup.settings, None if quick else seconds)
+        if plan is None:
+            plan = make_plan(setup.shape, question.record, setup.settings, None if quick else seconds)
     except BudgetError as error:
         return replace(base, short=Short(error.tier, error.short, str(error)))
     return _answer(question, setup, plan, base)
@@ -187,6 +189,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         stalls=stalls,
         staleness=staleness,
         timeline=_timeline(walked, run, begin, end),
+        plan=plan,
     )
 
 

@@ -98,17 +98,25 @@ CHANGES: Mapping[str, tuple[tuple[str, Callable[[Machine], Machine]], ...]] = {
 }
 
 
+def _memories(machine: Machine) -> tuple[int, ...]:
+    return machine.device.memory, machine.host.memory, machine.ssd.memory
+
+
 def lifts(question: Question, found: Outlook) -> list[Lift]:
     """What would make the step faster, most first."""
     if not found.step_seconds:
         return []
     tried = []
-    before = look(question, quick=True).step_seconds or found.step_seconds  # like is compared with like
     for name, change in CHANGES.get(found.bottleneck or "", ()):
         machine = change(question.ask.machine)
-        other = look(replace(question, ask=replace(question.ask, machine=machine)), quick=True)
-        if other.step_seconds:
-            tried.append(Lift(name, before / other.step_seconds))
+        changed = replace(question, ask=replace(question.ask, machine=machine))
+        if _memories(machine) == _memories(question.ask.machine):
+            before, after = found.step_seconds, look(changed, plan=found.plan).step_seconds
+        else:  # another plan: like is compared with like
+            before = look(question, quick=True).step_seconds or found.step_seconds
+            after = look(changed, quick=True).step_seconds
+        if after:
+            tried.append(Lift(name, before / after))
     return sorted((lift for lift in tried if lift.faster >= WORTH), key=lambda lift: -lift.faster)
 
 
