@@ -73,6 +73,25 @@ def test_everybody_sees_what_only_ram_has(folder: Path, split: str, updates: str
     engine.close()
 
 
+def test_state_that_the_first_plan_takes_home_gives_its_place_on_ssd_back_unwritten(folder: Path) -> None:
+    """Before there is a plan the device keeps half of its budget free; moments that no step has touched are nowhere."""
+    budgets = {"device": 6_000_000, "host": 0, "ssd": SSD}
+    config = Config.read(config_of(ssd={"folder": str(folder), "memory": SSD}, device={"memory": 6_000_000}))
+    tiers = Tiers(CpuBackend(poison=True), Ledger(budgets), DiskSpace([folder], SSD, io=FaultyIO()))
+    engine = Engine(zoo.build("gpt2"), config, tiers=tiers)
+    session = engine._session
+    before = session.homes.at("ssd")
+    loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
+    came = [index for index in before if session.homes.homes[index] == "device"]
+    assert came
+    for index in came:
+        assert all(state.ssd is None for state in session.updates.state_chunks(index))
+    engine.backward(loss)
+    engine.step()
+    assert engine.weights_sha256() == expected("gpt2", "none", 1)[0]
+    engine.close()
+
+
 def test_they_do_not_stream(folder: Path) -> None:
     """They are read when they are first used, and written when somebody reads them by another way: once."""
     io = FaultyIO()

@@ -165,6 +165,8 @@ class Places:
 
     def go_home(self, chunk: Chunk, tier: str) -> None:
         """Moves an optimizer-state chunk to where the plan wants it."""
+        if chunk.free and chunk.ssd is not None and tier != "ssd":
+            self.store.drop(chunk, "ssd")  # a place that nothing was written to
         if chunk.free or chunk.valid_on(tier):
             return
         near = self.store.near
