@@ -16,13 +16,23 @@ import torch
 import ebbtide
 import reference
 import zoo
+from ebbtide.backend.slabs import map_memory
+from ebbtide.disk.extents import BLOCK
 from ebbtide.errors import ConfigError, DiskError, IntegrityError, StateError
-from ebbtide.state import shards
+from ebbtide.state import checkpoint, folders, shards
 from ebbtide.state.folders import Run
+from ebbtide.state.index import read_index
+from ebbtide.units import round_up
 from harness import LR, batch_of, config_of, facts
 
 HALF, WHOLE = 3, 6
 TIERS = ("all", "host", "ssd-host", "ssd")
+
+
+@pytest.fixture(autouse=True)
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written from where it lies: here, all but the smallest."""
+    monkeypatch.setattr(checkpoint, "LENT", 2 * BLOCK)
 
 
 def tiers(name: str, where: str, folder: Path, base: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +278,7 @@ def test_the_newest_are_kept(folder: Path) -> None:
         found = engine.save(folder, keep=2)
     assert [one.name for one in Run(folder).complete()] == ["step-00000003", "step-00000004"]
     assert Run(folder).latest() == found
+    folders.wait_for_removals()
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000003", "step-00000004"]
     again = engine.save(folder)
     assert again.name == "step-00000004-1" and Run(folder).latest() == again
@@ -354,6 +365,30 @@ def damage(path: Path, at: int, how: str) -> None:
     path.write_bytes(content)
 
 
+def test_bytes_come_from_buffers_and_from_where_they_lie(folder: Path) -> None:
+    """At any address, with any length, in turn."""
+    draw = random.Random(0)
+    memory = map_memory(1 << 20)
+    memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
+    file = shards._File(folder / "file", os.O_RDWR | os.O_CREAT, shards.SystemIO())
+    expected = []
+    with shards._Queue(file) as queue:
+        for _ in range(40):
+            first = draw.randrange(1 << 19)
+            part = memory[first : first + draw.randrange(2 * BLOCK, 1 << 19)]
+            if draw.random() < 0.7:
+                place = queue.lend(part)
+                assert (place - part.data_ptr()) % BLOCK == 0
+            else:
+                buffer, place = queue.take(round_up(part.numel(), BLOCK))
+                buffer[: part.numel()] = part
+            expected.append((place, part))
+    file.close()
+    content = (folder / "file").read_bytes()
+    for place, part in expected:
+        assert content[place : place + part.numel()] == part.numpy().tobytes()
+
+
 @pytest.mark.parametrize("file", ["rank-00000.bin", "index.json"])
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_damage_is_found(file: str, how: str, folder: Path) -> None:
@@ -361,7 +396,7 @@ def test_damage_is_found(file: str, how: str, folder: Path) -> None:
     engine = start("gpt2", config_of())
     train(engine, "gpt2", 0, 1)
     whole = engine.save(folder / "run")
-    pieces = shards.read_index(whole).storage_data.values()
+    pieces = read_index(whole).storage_data.values()
     used = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
     size = (whole / file).stat().st_size
     for place in (0.0, 0.31, 0.66, 0.97, 1.0):
@@ -385,7 +420,7 @@ def test_a_load_that_failed_half_way_is_not_trained_on(folder: Path) -> None:
     whole = engine.save(folder / "run")
     bad = folder / "bad"
     shutil.copytree(whole, bad)
-    last = max(shards.read_index(whole).storage_data.values(), key=lambda piece: piece.offset)
+    last = max(read_index(whole).storage_data.values(), key=lambda piece: piece.offset)
     content = bytearray((bad / "rank-00000.bin").read_bytes())
     content[last.offset] ^= 1
     (bad / "rank-00000.bin").write_bytes(content)

@@ -225,6 +225,7 @@ def counted(config: dict[str, Any]) -> dict[str, Any]:
         "gather_bytes": max(shape.whole_bytes),
         "non_model": session.traces.records()[-1].peak,
         "peaks": stats["peak_bytes"],
+        "weights": engine.weights_sha256(),
     }
     engine.close()
     return found
@@ -242,6 +243,29 @@ def test_traffic_is_what_a_formula_says() -> None:
             assert rank["peaks"]["device"] <= budget
             # Less, where a whole chunk can stay from forward to backward.
             assert 0.6 < rank["sent"] / (6 * (size - 1) / size * rank["parameters"]) <= 1.02
+    finally:
+        group.stop()
+
+
+MODEL_DATA = 14
+"""Bytes a parameter: bf16 values and gradients, the lower halves of the masters, two moments in fp32."""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_memory_is_what_a_formula_says(size: int) -> None:
+    """A share of the model data, four gather buffers and what is no model data: with nowhere else to go."""
+    group = Group(size)
+    try:
+        known = group.run(counted, config_of(chunk_size="1MiB", poison=False))[0]
+        share = MODEL_DATA * known["parameters"] // size
+        padding = share // 50
+        budget = share + padding + 4 * known["gather_bytes"] + known["non_model"]
+        whole = MODEL_DATA * known["parameters"] + known["non_model"]
+        assert budget < whole
+        alone = config_of(chunk_size="1MiB", poison=False, device={"memory": budget}, host={"memory": 0})
+        for rank in group.run(counted, alone):
+            assert rank["peaks"]["device"] <= budget
+            assert rank["weights"] == known["weights"]
     finally:
         group.stop()
 

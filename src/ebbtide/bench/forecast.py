@@ -155,9 +155,8 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
             ours.step()
         # From rest to rest, in steps that are all alike: else moves at a border would be counted in either.
         ours.engine.synchronize()
-        ledger = ours.engine._session.ledger
-        # What was there before the first plan was made has gone since.
-        ledger.peak["ssd"] = ledger.reserved["ssd"]
+        # What was there before the first plan was made has gone since: the forecast is of the steps that follow.
+        ours.engine._session.ledger.count_anew()
         before = _moved(ours.engine.stats())
         ours.step()  # what each step leaves to be done beside the next one, those that are timed find, too
         seconds = []

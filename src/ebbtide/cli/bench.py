@@ -167,6 +167,31 @@ def scale(
 
 
 @bench.command()
+def ranks(
+    model: Model = "gpt2-124m",
+    batch: Annotated[int, Option(help="Sequences in the batch that all ranks share.")] = 4,
+    seq: Seq = 256,
+    sizes: Annotated[str, Option(help="Numbers of ranks, with commas.")] = "1,2,4",
+    repeats: Repeats = 5,
+    json: Json = False,
+) -> None:
+    """Throughput on one rank and on several, against plain DDP and FSDP2 on the same cores."""
+    options = _options(model, batch, seq, repeats)
+    numbers = []
+    for part in sizes.split(","):
+        if not (part.isascii() and part.isdecimal()) or not 1 <= int(part) <= 64:
+            raise ConfigError(f"--sizes: expected numbers of ranks such as 1,2,4, found {sizes!r}")
+        if batch % int(part):
+            raise ConfigError(
+                f"--batch: expected a multiple of {part}, for so many ranks share it; found {batch}"
+            )
+        numbers.append(int(part))
+    from ebbtide.bench.ranks import run
+
+    _print(run(**options, sizes=numbers, report=_say), json)
+
+
+@bench.command()
 def overlap(
     unit: Annotated[float, Option(help="Seconds of each sleep.")] = 0.02,
     repeats: Repeats = 5,

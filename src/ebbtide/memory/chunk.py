@@ -104,6 +104,11 @@ class Chunk:
             if first < last:
                 yield first - offset, piece[first - start : last - start]
 
+    def stretch(self, tier: str, offset: int, count: int) -> torch.Tensor | None:
+        """The elements where they lie, if that is one stretch of host memory."""
+        parts = [] if tier == "ssd" else list(self.slices(tier, offset, count))
+        return parts[0][1] if len(parts) == 1 and parts[0][1].is_cpu else None
+
 
 def aligned(
     copies: Sequence[tuple[Chunk, str]], offset: int, count: int

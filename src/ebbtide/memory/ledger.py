@@ -52,6 +52,11 @@ class Ledger:
         self.reserved[tier] -= count
         self.tags[tier][tag] -= count
 
+    def count_anew(self) -> None:
+        """Peaks are those from now on."""
+        for tier in self.peak:
+            self.peak[tier] = self.reserved[tier] + self._expected[tier]
+
     def set_level(self, tier: str, count: int, guess: bool = False) -> None:
         """A guess keeps room free, but is no use of the tier: it does not count in the peak."""
         self.level[tier] = count

@@ -10,7 +10,7 @@ from ebbtide.plan.activations import Away
 from ebbtide.plan.hostside import HostSide, beside_updates, fill_host, kept_bytes
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
-from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings, may_leave
 from ebbtide.plan.stage import stored_bytes
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
@@ -165,7 +165,10 @@ def draft(
     uses = uses_of(shape, record, settings, device)
     if pinned:
         uses = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
-    residency = replay(Timeline(rooms, shape.sizes, tuple(uses), sources=shape.sources), settings.eviction)
+    leaving = may_leave(settings.alone)
+    staying = frozenset(item for item, (kind, _) in enumerate(shape.items) if kind not in leaving)
+    line = Timeline(rooms, shape.sizes, tuple(uses), shape.sources, staying)
+    residency = replay(line, settings.eviction)
     host = _with_evicted(shape, settings, device, host, residency)
     if pinned:
         trained = [i for i, count in enumerate(shape.state_bytes) if count]

@@ -13,7 +13,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.plan.draft import Draft, Plan
 from ebbtide.plan.hostside import HostSide, beside_updates
 from ebbtide.plan.search import Cost, Search
-from ebbtide.plan.shape import GRAD, WHOLE_GRAD, ModelShape, Settings
+from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
@@ -60,8 +60,8 @@ def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft
         held = sum(shape.parameter_bytes) + sum(shape.state_bytes)
         least = max(held + max(levels), settings.device + 1)
         everything = uses_of(shape, record, settings, states)
-        gradients = [use for use in everything if shape.items[use.item][0] == GRAD]
-        least = max(least, held + least_room(levels, shape.sizes, gradients))
+        passing = [use for use in everything if shape.items[use.item][0] != PARAM]
+        least = max(least, held + least_room(levels, shape.sizes, passing))
     return BudgetError(
         f"device: this iteration needs at least {format_size(least)} ({format_size(record.peak)} of non-model data "
         f"at the peak, with the chunks in use), the budget is {format_size(settings.device)}: short by "

@@ -42,6 +42,8 @@ class Timeline:
     uses: tuple[Use, ...]
     sources: Mapping[int, int] = field(default_factory=dict)
     """Items that are gathered, each with the one that must be on the device for it."""
+    staying: frozenset[int] = frozenset()
+    """Items that make no room for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class _Replay:
                 i, self.line.sizes[i], self._distance(i, moment), item.last, item.dirty and not item.stale
             )
             for i, item in ((i, self.items[i]) for i in self.resident)
-            if not item.pins
+            if not item.pins and i not in self.line.staying
         ]
         for candidate in choose(self.policy, candidates, short):
             self._leave(candidate.key, now, moves)

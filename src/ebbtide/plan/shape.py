@@ -10,6 +10,12 @@ from ebbtide.plan.stage import piece_bytes
 PARAM, GRAD, WHOLE, WHOLE_GRAD = "param", "grad", "whole", "whole-grad"
 
 
+def may_leave(alone: bool) -> frozenset[str]:
+    """Kinds that leave the device for others' sake: where there is no other tier, what can be gathered again. Gathered
+    gradients are sent off whole as soon as they are complete."""
+    return frozenset((WHOLE,)) if alone else frozenset((PARAM, GRAD, WHOLE))
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Which runs and parameters lie in which chunks, and bytes: this rank's slices of them."""

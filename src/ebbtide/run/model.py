@@ -324,6 +324,14 @@ class ModelData:
             else:
                 kernels.join(row[0].cpu(), row[1].cpu(), target)
 
+    def lend_range(self, member: int, first: int, count: int) -> torch.Tensor | None:
+        """The same where they lie, if that is one stretch of host memory."""
+        share, copies = self.shares[member], self._copies(member)
+        if not count or len(copies) != 1:
+            return None
+        [(chunk, tier)] = copies
+        return chunk.stretch(tier, share.offset + first - share.first, count)
+
 
 def refuse_parameter(name: str, parameter: torch.Tensor) -> None:
     """Parameters that cannot be trained in chunks, refused by name."""

@@ -8,6 +8,7 @@ group of its own that needs no GPU; what to do then follows from what all said, 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,13 +195,22 @@ class Ranks:
             ) from error
 
     def _roll_call(self) -> list[int]:
-        """Who does not answer on another way: the store that brought the ranks together."""
+        """Who does not answer another way: the store that brought the ranks together. It may be gone itself, or out of
+        reach, and then keeps whoever asks it waiting: another thread asks."""
+        gone: list[int] = []
+        asking = threading.Thread(
+            target=self._ask_for_all, args=(gone,), name="ebbtide-roll-call", daemon=True
+        )
+        asking.start()
+        asking.join(2 * ROLL_CALL)
+        return [] if asking.is_alive() else gone
+
+    def _ask_for_all(self, gone: list[int]) -> None:
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"ebbtide/here/{self.rank}", "")
         except Exception:
-            return []  # it was kept by the one that is gone, it may be
-        gone = []
+            return
         until = time.monotonic() + ROLL_CALL
         for rank in range(self.size):
             left = max(0.1, until - time.monotonic())
@@ -208,7 +218,6 @@ class Ranks:
                 store.wait([f"ebbtide/here/{rank}"], timedelta(seconds=left))
             except Exception:
                 gone.append(rank)
-        return gone
 
 
 _controls: dict[tuple[int, ...], list[Any]] = {}

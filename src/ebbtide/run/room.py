@@ -9,7 +9,7 @@ from weakref import WeakSet
 from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.plan.evict import Candidate, choose
-from ebbtide.plan.shape import GRAD, PARAM, WHOLE
+from ebbtide.plan.shape import WHOLE, may_leave
 from ebbtide.run.activations import Activations
 from ebbtide.run.course import Course
 from ebbtide.run.jobs import Updater
@@ -25,9 +25,7 @@ class Room:
         self.activations: Activations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
         self._course, self._updater, self._eviction = course, updater, eviction
-        somewhere = self.ledger.budgets["host"] or self.ledger.budgets["ssd"]
-        self._leaving = (PARAM, GRAD, WHOLE) if somewhere else (WHOLE,)
-        """Kinds that may leave the device: where there is no other tier, what can be gathered again."""
+        self._leaving = may_leave(not (self.ledger.budgets["host"] or self.ledger.budgets["ssd"]))
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
 

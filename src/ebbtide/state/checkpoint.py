@@ -44,8 +44,9 @@ from ebbtide.errors import ConfigError, nearest
 from ebbtide.run.model import dense
 from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
+from ebbtide.state.index import read_index
 from ebbtide.state.parts import BUFFERS, WEIGHTS, Part, parts_of
-from ebbtide.state.shards import PIECE, ShardReader, ShardWriter, read_index
+from ebbtide.state.shards import LENT, PIECE, ShardReader, ShardWriter
 
 FACTS, STATE = "facts", "state"
 
@@ -214,6 +215,13 @@ class _Writing(SavePlanner):
         if data is None:
             return len(self._contents[item.index.fqn])
         return data.chunk.sizes[0] * data.properties.dtype.itemsize
+
+    def lend(self, item: WriteItem) -> torch.Tensor | None:
+        if item.tensor_data is None or self.nbytes(item) < LENT:
+            return None
+        part, chunk = self._parts[item.index.fqn], item.tensor_data.chunk
+        there = part.lend(chunk.offsets[0], chunk.sizes[0])
+        return None if there is None else there.view(torch.uint8)
 
     def fill(self, item: WriteItem, memory: torch.Tensor) -> None:
         data, key = item.tensor_data, item.index.fqn

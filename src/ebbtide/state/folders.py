@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +69,7 @@ class Run:
 
     def _begin(self) -> tuple[Path, int]:
         """A folder that is ours while we live: nobody else looks before it is locked."""
+        wait_for_removals()
         everybody = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(everybody, fcntl.LOCK_EX)
@@ -112,7 +114,24 @@ class Run:
             gone = self.path / f".partial-{secrets.token_hex(6)}"
             with suppress(OSError):
                 os.rename(old, gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove_beside(gone)
+
+
+_removals: list[threading.Thread] = []
+
+
+def _remove_beside(folder: Path) -> None:
+    """Freeing the blocks of gigabytes takes a while that nobody needs to wait for; what the end of the process leaves is
+    removed by the next one who saves."""
+    thread = threading.Thread(target=shutil.rmtree, args=(folder, True), name="ebbtide-remove", daemon=True)
+    _removals.append(thread)
+    thread.start()
+
+
+def wait_for_removals() -> None:
+    """Their room is wanted."""
+    while _removals:
+        _removals.pop().join()
 
 
 def make_folder(path: Path, purpose: str) -> None:

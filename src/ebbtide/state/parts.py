@@ -32,6 +32,9 @@ class Part:
     """(first element, a flat tensor on the host that is filled)."""
     store: Callable[[int, torch.Tensor], None]
     """(first element, flat values); what other ranks have of them is left out."""
+    lend: Callable[[int, int], torch.Tensor | None] = lambda first, count: None
+    """(first element, how many): where they lie, in one stretch of host memory until the next step; None where they do
+    not."""
     first: int = 0
     count: int = -1
     """This rank's elements; -1: all of them."""
@@ -73,8 +76,13 @@ def _weights(session: Session, member: int) -> Part:
     def store(first: int, flat: torch.Tensor) -> None:
         values.store(session, member, flat, first)
 
+    def lend(first: int, count: int) -> torch.Tensor | None:
+        return data.lend_range(member, first, count)
+
     key = f"{WEIGHTS}/{place.name}"
-    return Part(key, place.numel, dtype, place.shape, place.stride, load, store, share.first, share.numel)
+    return Part(
+        key, place.numel, dtype, place.shape, place.stride, load, store, lend, share.first, share.numel
+    )
 
 
 def _state(session: Session, member: int, chunk: Chunk) -> Part:
@@ -108,9 +116,13 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
             piece.copy_(found[start : start + piece.numel()])
         space.written(chunk, tier)
 
+    def lend(first: int, count: int) -> torch.Tensor | None:
+        space.settle(chunk, host=True)
+        return chunk.stretch(_tier(chunk), share.offset + first - share.first, count)
+
     key = f"{chunk.kind}/{place.name}"
     return Part(
-        key, place.numel, chunk.dtype, place.shape, place.stride, load, store, share.first, share.numel
+        key, place.numel, chunk.dtype, place.shape, place.stride, load, store, lend, share.first, share.numel
     )
 
 

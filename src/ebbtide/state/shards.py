@@ -1,8 +1,9 @@
 """The bytes of a checkpoint: one file for each rank, written past the page cache, and an index in JSON.
 
-A rank's file holds its pieces one after the other, each from a block on and with a checksum. Two buffers are in turn:
-one is filled (from wherever the values are) while the other is written. What is read is verified before it is
-used. torch.distributed.checkpoint says who writes what; this is its storage.
+A rank's file holds its pieces one after the other, each with a checksum. Large ones that lie in one stretch of memory
+are written from there, at places that agree with their addresses; the others go through buffers in turn, one being
+filled while the others are written. What is read is verified before it is used. torch.distributed.checkpoint says who
+writes what; this is its storage.
 """
 
 from __future__ import annotations
@@ -10,24 +11,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
-import json
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -49,24 +43,16 @@ from ebbtide.disk.vectors import view
 from ebbtide.errors import IntegrityError
 from ebbtide.kernels.crc import crc32
 from ebbtide.state.folders import INDEX, write_synced
+from ebbtide.state.index import Piece, index_of
 from ebbtide.units import round_up
 
-FORMAT = 2
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-BUFFERS = 2
+BUFFERS = 3
+LENT = 1 << 20
+"""Bytes from which on it is worth writing them from where they lie."""
 PIECE = 32 << 20
 """Bytes that are written at once, and checked at once: enough for any disk's full rate."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where some bytes of a checkpoint are."""
-
-    file: str
-    offset: int
-    nbytes: int
-    checksum: int
 
 
 class _File:
@@ -85,32 +71,39 @@ class _File:
         """What does not fit is found now; and blocks that a file has already are written faster."""
         self._io.fallocate(self.number, nbytes)
 
-    def write(self, memory: torch.Tensor, offset: int) -> None:
-        done = 0
-        while done < memory.numel():
+    def write(self, memory: Sequence[torch.Tensor], offset: int) -> None:
+        """All of it, one after the other."""
+        total, done = sum(one.numel() for one in memory), 0
+        while done < total:
             done += self._move(self._io.pwritev, memory, done, offset)
 
     def read(self, memory: torch.Tensor, offset: int) -> int:
         """How many bytes there were."""
         done = 0
         while done < memory.numel():
-            count = self._move(self._io.preadv, memory, done, offset)
+            count = self._move(self._io.preadv, [memory], done, offset)
             if not count:
                 break
             done += count
         return done
 
-    def _move(self, act: Callable[[int, Any, int], int], memory: torch.Tensor, done: int, offset: int) -> int:
-        part = view(memory.data_ptr() + done, memory.numel() - done)
+    def _move(
+        self, act: Callable[[int, Any, int], int], memory: Sequence[torch.Tensor], done: int, offset: int
+    ) -> int:
+        parts, skip = [], done
+        for one in memory:
+            if skip < one.numel():
+                parts.append(view(one.data_ptr() + skip, one.numel() - skip))
+            skip = max(0, skip - one.numel())
         try:
-            return act(self.number, [part], offset + done)
+            return act(self.number, parts, offset + done)
         except OSError as error:
             # Some file systems take the flag and refuse the transfers; a short one leaves the rest off the blocks.
             flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
             if error.errno not in _NO_DIRECT or not flags & _DIRECT:
                 raise
             fcntl.fcntl(self.number, fcntl.F_SETFL, flags & ~_DIRECT)
-            return act(self.number, [part], offset + done)
+            return act(self.number, parts, offset + done)
 
     def close(self) -> None:
         self._io.close(self.number)
@@ -118,9 +111,11 @@ class _File:
 
 @runtime_checkable
 class Filling(Protocol):
-    """A planner that puts values straight into the buffer that is written."""
+    """A planner that puts values straight into the buffer that is written, or says where they lie."""
 
     def nbytes(self, item: WriteItem) -> int: ...
+
+    def lend(self, item: WriteItem) -> torch.Tensor | None: ...
 
     def fill(self, item: WriteItem, memory: torch.Tensor) -> None: ...
 
@@ -158,20 +153,30 @@ class ShardWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: Filling, file: _File, name: str) -> list[WriteResult]:
         results: list[WriteResult] = []
-        file.allocate(sum(round_up(planner.nbytes(item), BLOCK) for item in plan.items))
+        lent = [planner.lend(item) for item in plan.items]
+        sizes = [planner.nbytes(item) for item in plan.items]
+        file.allocate(
+            sum(
+                round_up(nbytes + (0 if one is None else one.data_ptr() % BLOCK), BLOCK)
+                for nbytes, one in zip(sizes, lent, strict=True)
+            )
+        )
         with _Queue(file) as queue:
-            for item in plan.items:
-                nbytes = planner.nbytes(item)
-                memory, offset = queue.take(round_up(nbytes, BLOCK))
-                planner.fill(item, memory[:nbytes])
-                memory[nbytes:].zero_()
-                piece = Piece(name, offset, nbytes, checksum(memory[:nbytes]))
+            for item, nbytes, content in zip(plan.items, sizes, lent, strict=True):
+                if content is not None:
+                    offset = queue.lend(content)
+                else:
+                    memory, offset = queue.take(round_up(nbytes, BLOCK))
+                    content = memory[:nbytes]
+                    planner.fill(item, content)
+                    memory[nbytes:].zero_()
+                piece = Piece(name, offset, nbytes, checksum(content))
                 results.append(WriteResult(item.index, nbytes, piece))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces = {(one.index.fqn, one.index.offset): one.storage_data for rank in results for one in rank}
-        write_synced(self._folder / INDEX, _index_of(metadata, pieces))
+        write_synced(self._folder / INDEX, index_of(metadata, pieces))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -182,31 +187,63 @@ class ShardWriter(StorageWriter):
 
 
 class _Queue:
-    """A file's bytes, one after the other, through buffers: small pieces share one, and are written together."""
+    """A file's bytes, one after the other: through buffers, where small pieces share one and are written together; or
+    from where they lie."""
 
     def __init__(self, file: _File) -> None:
         self._file = file
         self._stream = Stream("ebbtide-checkpoint")
         self._buffers = [map_memory(PIECE + BLOCK) for _ in range(BUFFERS)]
+        self._edges = [map_memory(2 * BLOCK) for _ in range(BUFFERS)]
         self._under_way: list[Event | None] = [None] * BUFFERS
-        self._turn = self._used = self._offset = 0
+        self._lent: list[Event | None] = [None] * BUFFERS
+        self._turn = self._lend_turn = 0
+        self._used = self._offset = 0
 
     def take(self, count: int) -> tuple[torch.Tensor, int]:
-        """Memory for the next bytes, and where in the file they will be. It is full when the next is taken."""
+        """Memory for the next bytes, and where in the file they will be. It is full when the next is asked for."""
         if self._used and self._used + count > self._buffers[self._turn].numel():
-            self._send()
+            self._flush()
         if count > self._buffers[self._turn].numel():
             self._buffers[self._turn] = map_memory(count)
         start, self._used = self._used, self._used + count
         return self._buffers[self._turn][start : self._used], self._offset + start
 
-    def _send(self) -> None:
-        memory = self._buffers[self._turn][: self._used]
-        self._under_way[self._turn] = self._stream.submit(partial(self._file.write, memory, self._offset))
-        self._offset, self._used = self._offset + self._used, 0
+    def lend(self, memory: torch.Tensor) -> int:
+        """The next bytes lie in memory, and stay there; where in the file they will be. Their place agrees with their
+        address, so that all but the first and the last block is written from there."""
+        self._flush()
+        assert memory.numel() >= 2 * BLOCK
+        turn = self._lend_turn
+        if (event := self._lent[turn]) is not None:
+            event.wait()
+        ahead = memory.data_ptr() % BLOCK
+        place, end = self._offset + ahead, ahead + memory.numel()
+        head = -ahead % BLOCK
+        straight = (memory.numel() - head) // BLOCK * BLOCK
+        first, last = self._edges[turn].zero_().view(2, BLOCK)
+        first[ahead : ahead + head] = memory[:head]
+        last[: end % BLOCK] = memory[head + straight :]
+        parts = [memory[head : head + straight]]
+        parts = [*([first] if head else []), *parts, *([last] if end % BLOCK else [])]
+        self._lent[turn] = self._send(parts)
+        self._lend_turn = (turn + 1) % BUFFERS
+        return place
+
+    def _flush(self) -> None:
+        """Sends what is in the buffer on its way, and waits until the next one may be filled."""
+        if not self._used:
+            return
+        self._under_way[self._turn] = self._send([self._buffers[self._turn][: self._used]])
+        self._used = 0
         self._turn = (self._turn + 1) % BUFFERS
         if (event := self._under_way[self._turn]) is not None:
             event.wait()
+
+    def _send(self, memory: list[torch.Tensor]) -> Event:
+        event = self._stream.submit(partial(self._file.write, memory, self._offset))
+        self._offset += sum(one.numel() for one in memory)
+        return event
 
     def __enter__(self) -> _Queue:
         return self
@@ -214,8 +251,9 @@ class _Queue:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                self._send()
-            failed = wait_for_all([event for event in self._under_way if event is not None])
+                self._flush()
+            under_way = [event for event in (*self._under_way, *self._lent) if event is not None]
+            failed = wait_for_all(under_way)
         finally:
             self._stream.close()
         if kind is None and failed is not None:
@@ -224,65 +262,6 @@ class _Queue:
 
 def checksum(content: torch.Tensor) -> int:
     return crc32(content.data_ptr(), content.numel())
-
-
-# -- the index ----------------------------------------------------------------------------------------------
-
-
-def _index_of(metadata: Metadata, pieces: Mapping[Any, Piece]) -> bytes:
-    tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            others[key] = _row(pieces[key, None])
-            continue
-        rows = [[c.offsets[0], c.sizes[0], *_row(pieces[key, c.offsets])] for c in stored.chunks]
-        tensors[key] = {"dtype": _name(stored.properties.dtype), "size": stored.size[0], "pieces": rows}
-    body = json.dumps({"format": FORMAT, "tensors": tensors, "bytes": others})
-    return json.dumps({"checksum": zlib.crc32(body.encode()), "body": body}).encode()
-
-
-def _row(piece: Piece) -> list[Any]:
-    return [piece.file, piece.offset, piece.nbytes, piece.checksum]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def read_index(folder: Path) -> Metadata:
-    """What a checkpoint holds, and where."""
-    path = folder / INDEX
-    try:
-        whole = json.loads(path.read_bytes())
-        if zlib.crc32(whole["body"].encode()) != whole["checksum"]:
-            raise ValueError("its checksum is another")
-        body = json.loads(whole["body"])
-        if body["format"] != FORMAT:
-            raise IntegrityError(
-                f"{path}: expected a checkpoint of format {FORMAT}, found {body['format']}; load it with the version "
-                "of ebbtide that wrote it"
-            )
-        return _metadata(body)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise IntegrityError(f"{path}: is damaged ({error}); load another checkpoint") from error
-
-
-def _metadata(body: Mapping[str, Any]) -> Metadata:
-    known: dict[str, Any] = {}
-    pieces: dict[Any, Piece] = {}
-    for key, stored in body["tensors"].items():
-        chunks = [
-            ChunkStorageMetadata(torch.Size([row[0]]), torch.Size([row[1]])) for row in stored["pieces"]
-        ]
-        properties = TensorProperties(getattr(torch, stored["dtype"]))
-        known[key] = TensorStorageMetadata(properties, torch.Size([stored["size"]]), chunks)
-        for row in stored["pieces"]:
-            pieces[MetadataIndex(key, [row[0]])] = Piece(*row[2:])
-    for key, row in body["bytes"].items():
-        known[key] = BytesStorageMetadata()
-        pieces[MetadataIndex(key)] = Piece(*row)
-    return Metadata(known, storage_data=pieces)
 
 
 class ShardReader(StorageReader):
@@ -336,7 +315,7 @@ class ShardReader(StorageReader):
             piece: Piece = self._metadata.storage_data[wanted[number]]
             if piece.file not in files:
                 files[piece.file] = self._open(piece.file)
-            length = round_up(piece.nbytes, BLOCK)
+            length = round_up(piece.offset % BLOCK + piece.nbytes, BLOCK)
             if length > buffers[number % 2].numel():
                 buffers[number % 2] = map_memory(length)
             return stream.submit(
@@ -349,7 +328,8 @@ class ShardReader(StorageReader):
                 assert coming is not None
                 coming.wait()
                 coming = start(number + 1) if number + 1 < len(wanted) else None
-                yield buffers[number % 2][: self._metadata.storage_data[index].nbytes]
+                piece = self._metadata.storage_data[index]
+                yield _within(buffers[number % 2], piece)
         finally:
             stream.close()
             for file in files.values():
@@ -370,11 +350,18 @@ class ShardReader(StorageReader):
         return True
 
 
+def _within(blocks: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece in the blocks that it is read with."""
+    begin = piece.offset % BLOCK
+    return blocks[begin : begin + piece.nbytes]
+
+
 def _reading(file: _File, memory: torch.Tensor, piece: Piece, folder: Path) -> Any:
     def read() -> None:
         where = f"{folder / piece.file}: bytes {piece.offset} to {piece.offset + piece.nbytes}"
         try:
-            found = file.read(memory, piece.offset)
+            ahead = piece.offset % BLOCK
+            found = file.read(memory, piece.offset - ahead) - ahead
         except OSError as error:
             raise IntegrityError(
                 f"{where} cannot be read ({error.strerror}); load another checkpoint"
@@ -383,7 +370,7 @@ def _reading(file: _File, memory: torch.Tensor, piece: Piece, folder: Path) -> A
             raise IntegrityError(
                 f"{where} are expected, {found} of {piece.nbytes} are there; load another checkpoint"
             )
-        if checksum(memory[: piece.nbytes]) != piece.checksum:
+        if checksum(_within(memory, piece)) != piece.checksum:
             raise IntegrityError(
                 f"{where} were changed since they were written (checksum); load another checkpoint"
             )
@@ -391,4 +378,4 @@ def _reading(file: _File, memory: torch.Tensor, piece: Piece, folder: Path) -> A
     return read
 
 
-__all__ = ["PIECE", "Piece", "ShardReader", "ShardWriter", "read_index"]
+__all__ = ["LENT", "PIECE", "ShardReader", "ShardWriter"]
