@@ -19,6 +19,7 @@ import pytest
 import zoo
 from disks import FaultyIO
 from ebbtide.backend import CpuBackend
+from ebbtide.cli.signals import waiting
 from ebbtide.config import Config
 from ebbtide.disk.space import READ, WRITE, DiskSpace
 from ebbtide.engine import Engine
@@ -186,6 +187,23 @@ def test_signals(folder: Path, number: signal.Signals, left: int) -> None:
         assert not list(folder.iterdir())
     else:
         assert run.returncode == 128 + number and "Traceback" not in errors, errors
+
+
+def test_a_signal_waits_for_the_end_of_a_step() -> None:
+    """The first one does; the second is for now."""
+    done = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), waiting():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done.append("the step")
+    assert done == ["the step"] and signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt), waiting():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        done.append("too late")
+    assert done == ["the step"] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_interrupt_between_a_request_and_its_event(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from ebbtide.backend.heap import keep_freed_memory, return_freed_memory
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.options import Task
+from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
 from ebbtide.config import Config
 from ebbtide.engine import initialize
@@ -95,8 +96,9 @@ class Training:
         """Trains, from where the history ends; what is yielded has been updated (and evaluated, where it was its
         turn)."""
         for number in range(len(self.history) + 1, self.task.steps + 1):
-            step = self._step(number)
-            self.history.append(step)
+            with waiting():
+                step = self._step(number)
+                self.history.append(step)
             yield step
             if any(self.world.all(self._ended)):
                 return
