@@ -73,7 +73,7 @@ class Pending:
 
     def wait(self) -> None:
         with self._ranks.naming():
-            self._work.wait()
+            self._ranks.wait(self._work)
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -87,6 +87,7 @@ class Ranks:
         """Bytes that this rank sent in collectives."""
         self.control, self._engine = _control_of(group)
         """Carries no data, and needs no GPU."""
+        self._patience = _timeout_of(group)
 
     # -- agreeing -------------------------------------------------------------------------------------
 
@@ -162,7 +163,15 @@ class Ranks:
                     moves.append(self._p2p(dist.isend, here, rank))
                     self.sent += mine.nbytes
             for work in dist.batch_isend_irecv(moves) if moves else ():
-                work.wait()
+                self.wait(work)
+
+    def wait(self, work: Any) -> None:
+        """On a CPU not longer than the group's timeout: some of gloo's operations know none, and wait for ever where a
+        link is cut without a word. On a machine with GPUs that is the watchdog's."""
+        if self._patience is None:
+            work.wait()
+        else:
+            work.wait(self._patience)
 
     def _p2p(self, deed: Any, memory: torch.Tensor, rank: int) -> Any:
         return dist.P2POp(deed, memory, group=self.group, group_peer=rank)
@@ -218,6 +227,19 @@ class Ranks:
                 store.wait([f"ebbtide/here/{rank}"], timedelta(seconds=left))
             except Exception:
                 gone.append(rank)
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Of what moves memory of the host; None where there are GPUs, for nobody waits for their streams here."""
+    members = group or dist.group.WORLD
+    if torch.cuda.is_available() or members is None:
+        return None
+    try:
+        backend = members._get_backend(torch.device("cpu"))
+        found: timedelta = backend.options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found
 
 
 _controls: dict[tuple[int, ...], list[Any]] = {}
