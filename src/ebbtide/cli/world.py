@@ -49,8 +49,13 @@ class World:
             return [mine]
         import torch.distributed as dist
 
+        from ebbtide.run.ranks import lost
+
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
+        try:
+            dist.all_gather_object(found, mine)
+        except RuntimeError as error:
+            raise lost(self.rank, self.size, error) from error
         return found
 
     def mean(self, values: Sequence[float]) -> float:

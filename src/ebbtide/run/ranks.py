@@ -195,38 +195,45 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            gone = self._roll_call()
-            who = ", ".join(f"rank {rank}" for rank in gone) or "another rank"
-            first = str(error).strip().splitlines()[0]
-            raise RanksError(
-                f"{who} of {self.size} is gone or does not answer ({first}); this one cannot go on. Started again by "
-                "torchrun (--max-restarts), `ebbtide train --resume auto` goes on from the newest checkpoint"
-            ) from error
+            raise lost(self.rank, self.size, error) from error
 
-    def _roll_call(self) -> list[int]:
-        """Who does not answer another way: the store that brought the ranks together. It may be gone itself, or out of
-        reach, and then keeps whoever asks it waiting: another thread asks."""
-        gone: list[int] = []
-        asking = threading.Thread(
-            target=self._ask_for_all, args=(gone,), name="ebbtide-roll-call", daemon=True
-        )
-        asking.start()
-        asking.join(2 * ROLL_CALL)
-        return [] if asking.is_alive() else gone
 
-    def _ask_for_all(self, gone: list[int]) -> None:
+def lost(rank: int, size: int, error: RuntimeError) -> RanksError:
+    """What a collective's failure means, for this rank."""
+    gone = _roll_call(rank, size)
+    who = ", ".join(f"rank {one}" for one in gone) or "another rank"
+    first = str(error).strip().splitlines()[0]
+    return RanksError(
+        f"{who} of {size} is gone or does not answer ({first}); this one cannot go on. Started again by torchrun "
+        "(--max-restarts), `ebbtide train --resume auto` goes on from the newest checkpoint"
+    )
+
+
+def _roll_call(rank: int, size: int) -> list[int]:
+    """Who does not answer another way: the store that brought the ranks together. It may be gone itself, or out of
+    reach, and then keeps whoever asks it waiting: another thread asks."""
+    gone: list[int] = []
+    asking = threading.Thread(
+        target=_ask_for_all, args=(rank, size, gone), name="ebbtide-roll-call", daemon=True
+    )
+    asking.start()
+    asking.join(2 * ROLL_CALL)
+    return [] if asking.is_alive() else gone
+
+
+def _ask_for_all(rank: int, size: int, gone: list[int]) -> None:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"ebbtide/here/{rank}", "")
+    except Exception:
+        return
+    until = time.monotonic() + ROLL_CALL
+    for other in range(size):
+        left = max(0.1, until - time.monotonic())
         try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"ebbtide/here/{self.rank}", "")
+            store.wait([f"ebbtide/here/{other}"], timedelta(seconds=left))
         except Exception:
-            return
-        until = time.monotonic() + ROLL_CALL
-        for rank in range(self.size):
-            left = max(0.1, until - time.monotonic())
-            try:
-                store.wait([f"ebbtide/here/{rank}"], timedelta(seconds=left))
-            except Exception:
-                gone.append(rank)
+            gone.append(other)
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
