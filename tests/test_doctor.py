@@ -54,10 +54,8 @@ def test_the_file_is_what_was_measured(measured: tuple[dict[str, Any], Path]) ->
 def test_every_rate_is_positive(measured: tuple[dict[str, Any], Path]) -> None:
     found, _ = measured
     machine, raw = Machine.read(found["machine"]), found["raw"]
-    for curve in (
-        machine.device.matmul,
-        machine.device.attention,
-    ):  # how many points: as the machine's pace allows
+    # How many points: as the machine's pace allows.
+    for curve in (machine.device.matmul, machine.device.attention):
         at = [x for x, _ in curve]
         assert at and at == sorted(set(at)) and all(y > 0 for _, y in curve)
     assert 0 < machine.device.launch < 1 and 0 < machine.device.efficiency <= 1

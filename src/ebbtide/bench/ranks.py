@@ -22,7 +22,6 @@ from torch import nn
 
 from ebbtide.bench.steps import LR, Ours, Plain, built, tokens
 from ebbtide.errors import RanksError
-from ebbtide.models import find_model
 from ebbtide.run.ranks import Ranks
 
 STEPS = 2
@@ -154,7 +153,7 @@ def _rates(seconds: Mapping[str, Sequence[float]], count: int) -> dict[str, Any]
 
 
 def _wire(ours: Ours) -> dict[str, Any]:
-    """How near the wire's best rate the engine's gathers and exchanges come, each with its agreement before it."""
+    """How near the wire's best rate gathers of the engine's size come, each with an agreement before it."""
     session = ours.engine._session
     ranks = session.ranks
     assert ranks is not None
@@ -202,7 +201,7 @@ class _Fsdp:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.module = built(find_model(model))
+        self.module = built(model)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for layers in [module for module in self.module.modules() if isinstance(module, nn.ModuleList)]:

@@ -38,10 +38,6 @@ class _Held:
     kept: Mapping[int, int]
     fixed: int
     """Its bytes."""
-    least: int
-    """The smallest budget for it and what every moment uses."""
-    most: int
-    """The budget in which nothing ever has to leave."""
 
 
 class Search:
@@ -103,19 +99,20 @@ class Search:
         # State that streams is cut into pieces, so that some of a chunk's can stay.
         chunks, kept = fill(shape, range(shape.chunks), count, settings.ssd_beside_device)
         fixed = fixed_bytes(shape, settings, chunks, fill_host(shape, chunks, settings, kept))
-        uses = uses_of(shape, self.record, settings, chunks)
-        least = fixed + least_room(self.levels, shape.sizes, uses)
-        return _Held(chunks, kept, fixed, least, fixed + max(self.levels) + sum(shape.sizes))
+        return _Held(chunks, kept, fixed)
 
     def _rungs(self, held: _Held) -> list[int]:
-        """Budgets from the most that makes a difference down to the least, counted from there."""
-        top = min(held.most, self.settings.device)
-        if not 0 < held.least <= top:
+        """Budgets from that in which nothing ever has to leave down to that of what every moment uses, counted from
+        there."""
+        sizes = self.shape.sizes
+        uses = uses_of(self.shape, self.record, self.settings, held.chunks)
+        least = held.fixed + least_room(self.levels, sizes, uses)
+        most = held.fixed + max(self.levels) + sum(sizes)
+        top = min(most, self.settings.device)
+        if not 0 < least <= top:
             return []
-        rungs = [
-            int(held.least * 2 ** (k / RUNGS)) for k in range(1 + int(RUNGS * math.log2(top / held.least)))
-        ]
-        return [*([top] if top == held.most else []), *(min(top, budget) for budget in reversed(rungs))]
+        rungs = [int(least * 2 ** (k / RUNGS)) for k in range(1 + int(RUNGS * math.log2(top / least)))]
+        return [*([top] if top == most else []), *(min(top, budget) for budget in reversed(rungs))]
 
     def _try(self, held: _Held, budget: int) -> bool:
         """Whether the plan for a device of so many bytes is the best so far."""
