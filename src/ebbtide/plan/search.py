@@ -132,19 +132,16 @@ class Search:
         return self._compare(made, what)
 
     def _compare(self, made: Draft, what: tuple[object, ...]) -> bool:
-        if self.cost is None:
-            found: tuple[float, int] = (made.traffic, -made.static)
-            if found >= self._least:
-                return False
-            plan = made.plan()
-        else:
+        plan: Plan | None = None
+        found: tuple[float, int] = (made.traffic, -made.static)
+        if self.cost is not None:
             plan = made.plan()
             if not self._new("moves", what, plan.triggers):
                 return False
             found = (float(f"{self.cost(plan):.9g}"), plan.traffic)
-            if found >= self._least:
-                return False
-        self.best, self._least = plan, found
+        if found >= self._least:
+            return False
+        self.best, self._least = plan or made.plan(), found
         return True
 
     def _new(self, *key: object) -> bool:
