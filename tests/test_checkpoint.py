@@ -279,12 +279,39 @@ def test_the_newest_are_kept(folder: Path) -> None:
     assert [one.name for one in Run(folder).complete()] == ["step-00000003", "step-00000004"]
     assert Run(folder).latest() == found
     folders.wait_for_removals()
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    kept = ["latest", "step-00000003", "step-00000004"]
+    assert sorted(p.name for p in folder.iterdir()) == [".spare", *kept]
     again = engine.save(folder)
     assert again.name == "step-00000004-1" and Run(folder).latest() == again
     engine.load(folder / "step-00000003")
     assert engine.steps == 3
     engine.close()
+    assert sorted(p.name for p in folder.iterdir()) == [*kept, again.name]
+
+
+def test_a_spare_is_written_again(folder: Path) -> None:
+    """The files of a checkpoint that is not kept: what they have too much of goes."""
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    engine.save(folder, keep=1)
+    engine.save(folder, keep=1)
+    file = folder / ".spare" / "rank-00000.bin"
+    length, number = file.stat().st_size, file.stat().st_ino
+    with file.open("ab") as opened:
+        opened.write(bytes(1 << 20))
+    (folder / ".spare" / "rank-00001.bin").write_bytes(b"another rank's")
+    train(engine, "gpt2", 1, 2)
+    wanted = engine.weights_sha256()
+    found = engine.save(folder, keep=1)
+    assert sorted(p.name for p in found.iterdir()) == ["index.json", "rank-00000.bin"]
+    assert (found / "rank-00000.bin").stat().st_ino == number
+    assert abs((found / "rank-00000.bin").stat().st_size - length) < 1 << 18
+    engine.close()
+    other = start("gpt2", config_of())
+    other.load(found)
+    assert other.weights_sha256() == wanted
+    other.close()
+    assert not (folder / ".spare").exists()
 
 
 def test_what_the_killed_left_is_removed(folder: Path) -> None:

@@ -8,18 +8,23 @@ if TYPE_CHECKING:
     from ebbtide.engine import Engine, StepResult, initialize
     from ebbtide.forecaster import Forecast
     from ebbtide.forecasts import forecast
+    from ebbtide.layout import Bank
+    from ebbtide.run.mixtures import ExpertAdapter, register_experts
     from ebbtide.tracing.alone import Trace, trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "Bank",
     "Config",
     "Engine",
+    "ExpertAdapter",
     "Forecast",
     "StepResult",
     "Trace",
     "__version__",
     "forecast",
     "initialize",
+    "register_experts",
     "trace",
 ]
 
@@ -38,6 +43,14 @@ def __getattr__(name: str) -> Any:
         from ebbtide.forecasts import forecast
 
         return forecast
+    if name == "Bank":
+        from ebbtide.layout import Bank
+
+        return Bank
+    if name in ("ExpertAdapter", "register_experts"):
+        from ebbtide.run import mixtures
+
+        return getattr(mixtures, name)
     if name in ("Trace", "trace"):
         from ebbtide.tracing import alone
 

@@ -99,6 +99,9 @@ class Config(Section):
     host_modules: Annotated[tuple[str, ...], patterns] = ()
     offload_activations: Annotated[str, choice("off", "checkpoints", "all")] = "off"
     """What forward saves for backward goes to the host in between: inputs of checkpointed regions, or everything."""
+    experts: Annotated[str, choice("spread", "gathered")] = "spread"
+    """On several ranks: each has some experts of a layer and tokens go to them, where the layer is known and its experts
+    divide by the ranks; or they are gathered like everything else."""
     threads: Annotated[int | Auto, whole(auto=True)] = "auto"
     """Intra-op threads, fixed for the whole run: their number changes gradients."""
     machine: Annotated[str, text] = ""

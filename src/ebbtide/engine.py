@@ -64,8 +64,8 @@ def initialize(
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group)
 
 
-def _refuse(module: nn.Module, config: Config, shared: bool) -> None:
-    refuse_unbuilt(config, shared)
+def _refuse(module: nn.Module, config: Config) -> None:
+    refuse_unbuilt(config)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
     refuse_held(module)
@@ -86,7 +86,7 @@ class Engine:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         ranks = open_ranks(group)
         with all_or_none(ranks):
-            _refuse(module, config, ranks is not None)
+            _refuse(module, config)
             choice = choose(module, config)
             files = WeightFiles(weights, module) if weights is not None else None
         if ranks is not None:
@@ -116,6 +116,8 @@ class Engine:
         self._closed = False
         self._losses: list[torch.Tensor] = []
         self._stepping = False
+        self._runs: dict[Path, Run] = {}
+        """Folders that were saved to."""
 
     def _take_over(
         self, choice: Choice, kernels: Mapping[str, Kernels], files: WeightFiles | None, ranks: Ranks | None
@@ -441,6 +443,7 @@ class Engine:
         session.drain()
         facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
         run = Run(path)
+        self._runs[run.path] = run
         with together.writing(run, self.steps, session.ranks, keep) as (partial, target):
             checkpoint.write(session, partial, facts, {"user": state, "random": resume.random_state()})
         return target
@@ -494,6 +497,9 @@ class Engine:
         """Gives all memory back. The module cannot be used afterwards."""
         if not self._closed:
             self._closed = True
+            ranks = self._session.ranks
+            for run in self._runs.values() if ranks is None or not ranks.rank else ():
+                run.remove_spare()
             self._session.close()
             retire(self.module)
             self._tiers.close_unused()

@@ -110,6 +110,8 @@ class Layout:
     chunks: tuple[Chunk, ...]
     spans: Mapping[str, Span]
     """By name, in definition order."""
+    spread: frozenset[int] = frozenset()
+    """Chunks of experts: each rank computes with its slice, which is the experts that it has."""
 
     @cached_property
     def elements(self) -> int:

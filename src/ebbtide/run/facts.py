@@ -22,6 +22,8 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         "budget_bytes": dict(ledger.budgets),
         "ssd": None if disk is None else _of_disk(disk),
         "lock_free": None if session.lock_free is None else session.lock_free.stats(),
+        "experts": {one.layer.name: one.facts() for one in session.dispatchers},
+        "gathered_experts": session.gathered_experts,
         "fixed_bytes": session.unmanaged.fixed_bytes(),
         "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
         "traces": session.traces.count,

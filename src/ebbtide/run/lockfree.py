@@ -9,6 +9,10 @@ consumes, in which order chunks are updated, when values are taken over. It does
 looks and never waits. The other two threads only work: one adds gradients when they have arrived, one updates. So
 no lock guards these books, a gradient is consumed once, and none is lost.
 
+Note [lock-free ranks]: each rank updates its slices when it comes to it. New values are taken over at the start of a
+pass only, when all ranks are between two: else one of them would gather other values in backward than in forward. What
+was gathered before is out of date then, whoever changed his slice, and goes.
+
 Note [staleness]: of a chunk at the start of a pass, the steps whose gradients are not in the values that the pass
 uses. Where it would exceed its bound, and nowhere else, the pass waits.
 """
@@ -44,6 +48,7 @@ class LockFree:
         self.max_staleness, self._width = max_staleness, width
         self.buffers = Buffers(self.store)
         self._gatherer = Gatherer(self.data, self.places, executor.updater, self.buffers, self.kernels)
+        self._shared = self.store.slicing.shared
         self.progress: dict[int, Progress] = {}
         """By chunk; those that are, or were, updated lock-free."""
         self.waits = 0
@@ -106,7 +111,7 @@ class LockFree:
             while self._turns and self._turns[0].event.done():
                 self._finish(self._turns.popleft())
             for index in self._finished():
-                if self._unnoticed(index):
+                if not self._shared and self._unnoticed(index):
                     self._take_over(index)
             self._make_ready()
         finally:
@@ -122,16 +127,23 @@ class LockFree:
         if late:
             self.waits += 1
             self._wait(lambda: all(self._staleness(i) <= self.max_staleness for i in late), late)
+        self._forget_gathered()
         found = [self._staleness(i) for i in self._order]
         self.staleness_max = max(self.staleness_max, *found)
         self._staleness_sum += sum(found)
         self._looks += len(found)
 
     def begin_evaluation(self) -> None:
-        """It sees the newest values that are ready."""
+        """It sees the newest values that are ready; on many ranks those of the last pass."""
         if self.executor.course.phase == IDLE:
             self.tick()
-            self._take_over_between()
+            if not self._shared:
+                self._take_over_between()
+            self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        for index in self._order if self._shared else ():
+            self.places.forget(index)
 
     def _staleness(self, index: int) -> int:
         progress = self.progress[index]
@@ -284,7 +296,8 @@ class LockFree:
             )
         progress.values = None
         if self.near == "device" and not self.store.in_use(chunk):
-            self.data.unbind(index)
+            if chunk is self.data.computed(index):
+                self.data.unbind(index)
             self.buffers.exchange(values, chunk)
         else:
             self._copy(chunk, values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunk import TORCH_DTYPES, Chunk, Slices, cut
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import PARAM, WHOLE
-from ebbtide.run.source import replace
+from ebbtide.run.source import replace as replace_parameter
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -100,6 +100,8 @@ class ModelData:
             for place in self.places
         ]
         """By parameter: what this rank's slice has of it."""
+        self.views = [self._view(member) for member in range(len(self.places))]
+        """By parameter: where it lies in what its module computes with; None where other ranks do that (experts)."""
         self.members: list[list[int]] = [[] for _ in layout.chunks]
         for index, place in enumerate(self.places):
             self.members[place.chunk].append(index)
@@ -121,19 +123,37 @@ class ModelData:
         self.written_on_ssd: Callable[[int], None] = lambda index: None
         """Told of chunks whose copies on SSD were written by name."""
         self._versions: list[int | None] = [None] * len(layout.chunks)
-        self._starts = [[self.places[p].offset for p in group] for group in self.members]
+        self._bound = [
+            sorted((v.offset, p) for p in group if (v := self.views[p]) is not None) for group in self.members
+        ]
+        """By chunk: the parameters that are views of what is computed with, in order, each with its offset."""
         self._storages: dict[int, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
         self.adopt: Callable[[int], None] = lambda index: None
         """Called where the user has written to a chunk that ranks share: each takes its slice of it."""
         self.collect: Callable[[int, torch.Tensor], None] = lambda member, flat: None
         """Completes a parameter's elements with those that other ranks have."""
-        self._computed = WHOLE if store.slicing.shared else PARAM
+        self._computed = [WHOLE if self.gathered(index) else PARAM for index in range(len(layout.chunks))]
         for index, spec in enumerate(layout.chunks):
-            for kind in {PARAM, self._computed}:
+            for kind in {PARAM, self._computed[index]}:
                 store.add(kind, index, TORCH_DTYPES[spec.dtype])
 
     # -- what a chunk is made of ----------------------------------------------------------------------
+
+    def gathered(self, index: int) -> bool:
+        """Whether ranks that compute with the chunk gather it; else each has what it computes with."""
+        return self.store.slicing.shared and index not in self.layout.spread
+
+    def _view(self, member: int) -> Place | None:
+        place, share = self.places[member], self.shares[member]
+        if not self.store.slicing.shared or place.chunk not in self.layout.spread:
+            return place
+        if not share.numel:
+            return None
+        shape = place.shape
+        if share.numel < place.numel:
+            shape = (shape[0] * share.numel // place.numel, *shape[1:])
+        return replace(place, offset=share.offset, numel=share.numel, shape=shape)
 
     def parameter_chunk(self, index: int) -> Chunk:
         """What this rank has of a chunk's parameters."""
@@ -141,7 +161,7 @@ class ModelData:
 
     def computed(self, index: int) -> Chunk:
         """What the module's parameters are views of: all of the chunk."""
-        return self.store.chunks[self._computed, index]
+        return self.store.chunks[self._computed[index], index]
 
     def master_dtype(self, index: int) -> torch.dtype | None:
         """The dtype of a chunk's master, or None where the parameter is its own."""
@@ -158,12 +178,13 @@ class ModelData:
         self._refuse_lost_writes(index)
         chunk = self.computed(index)
         view = chunk.view()
-        for member in self.members[index]:
-            place = self.places[member]
-            self.parameters[member].data = view.as_strided(place.shape, place.stride, place.offset)
+        for offset, member in self._bound[index]:
+            place = self.views[member]
+            assert place is not None
+            self.parameters[member].data = view.as_strided(place.shape, place.stride, offset)
         self._versions[index] = self._version(index)
         self._storages[view.untyped_storage()._cdata] = index
-        chunk.aliases += len(self.members[index])
+        chunk.aliases += len(self._bound[index])
         self.bound[index] = True
 
     def unbind(self, index: int) -> None:
@@ -172,10 +193,10 @@ class ModelData:
             return
         chunk = self.computed(index)
         assert chunk.device is not None
-        for member in self.members[index]:
+        for _, member in self._bound[index]:
             self.parameters[member].data = self._placeholder(member)
         del self._storages[chunk.device.untyped_storage()._cdata]
-        chunk.aliases -= len(self.members[index])
+        chunk.aliases -= len(self._bound[index])
         self.bound[index] = False
         self._versions[index] = self._version(index)
 
@@ -191,7 +212,7 @@ class ModelData:
         """A write in place by the user makes the device copy the newest one."""
         if self.written(index):
             self._versions[index] = self._version(index)
-            if self.store.slicing.shared:
+            if self.gathered(index):
                 self.adopt(index)
             else:
                 self.store.written(self.computed(index), "device")
@@ -211,13 +232,13 @@ class ModelData:
         if dtype not in self._placeholders:
             device = self.store.backend.device
             self._placeholders[dtype] = torch.full((), float("nan"), dtype=dtype, device=device)
-        return self._placeholders[dtype].expand(self.places[member].shape)
+        return self._placeholders[dtype].expand((self.views[member] or self.places[member]).shape)
 
     def release_original(self, member: int) -> None:
         """The parameter's own memory is no longer needed: its value is in its chunk."""
         parameter = self.parameters[member]
         if parameter.is_meta:
-            replace(parameter, self._placeholder(member))
+            replace_parameter(parameter, self._placeholder(member))
         else:
             parameter.data = self._placeholder(member)
         self.taken[member] = True
@@ -233,7 +254,8 @@ class ModelData:
             return None
         itemsize = self.computed(chunk).dtype.itemsize
         offset = tensor.storage_offset() * tensor.dtype.itemsize // itemsize
-        member = self.members[chunk][max(0, bisect_right(self._starts[chunk], offset) - 1)]
+        bound = self._bound[chunk]
+        _, member = bound[max(0, bisect_right(bound, offset, key=lambda one: one[0]) - 1)]
         return Handle(
             chunk,
             self.run_of[member],

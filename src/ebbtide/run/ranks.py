@@ -25,7 +25,7 @@ from ebbtide.memory.passage import alias
 
 ROLL_CALL = 5.0
 """Seconds that others have to say that they are there."""
-GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD = range(1, 9)
+GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD, TOKENS, BEGIN, FORWARD, DONE = range(1, 13)
 WISHES = {
     GATHER: "gathers chunk",
     REDUCE: "reduces the gradients of chunk",
@@ -35,6 +35,10 @@ WISHES = {
     VALUES: "reads or writes values by name, of parameter",
     SAVE: "saves after step",
     LOAD: "loads after step",
+    BEGIN: "begins a forward pass, micro-batch",
+    FORWARD: "ends a forward pass, micro-batch",
+    DONE: "ends an update, step",
+    TOKENS: "exchanges tokens with the experts of layer",
 }
 
 
@@ -186,6 +190,23 @@ class Ranks:
         with self.naming(), _disable_current_modes():
             work = dist.all_to_all_single(_lent(received), _lent(whole), group=self.group, async_op=True)
             return Pending(work, self)
+
+    def swap(
+        self, received: torch.Tensor, rows: torch.Tensor, came: Sequence[int], sent: Sequence[int]
+    ) -> int:
+        """Sends each rank its rows, and receives others: how many of each rank, and to each rank. Bytes that were sent
+        to others."""
+        width = rows.shape[1] * rows.dtype.itemsize
+        count = width * (sum(sent) - sent[self.rank])
+        self.sent += count
+        with self.naming(), _disable_current_modes():
+            there, here = (one.reshape(-1).view(torch.uint8) for one in (received, rows))
+            into, out = ([width * count for count in counts] for counts in (came, sent))
+            work = dist.all_to_all_single(
+                _lent(there), _lent(here), into, out, group=self.group, async_op=True
+            )
+            self.wait(work)
+        return count
 
     # -- who is gone ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +22,7 @@ from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
-from ebbtide.layout import ALONE, Slicing, build_layout, unit_elements
+from ebbtide.layout import ALONE, Slicing, build_spread_layout, unit_elements
 from ebbtide.memory.chunk import PASSING
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
@@ -30,14 +30,16 @@ from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape
 from ebbtide.run.activations import Activations
-from ebbtide.run.course import IDLE, UPDATING
+from ebbtide.run.course import IDLE, RUNNING, UPDATING
+from ebbtide.run.dispatch import Dispatcher
 from ebbtide.run.executor import Executor
 from ebbtide.run.homes import Homes
 from ebbtide.run.hosted import HostModules
 from ebbtide.run.jobs import Updater
 from ebbtide.run.lockfree import LockFree
+from ebbtide.run.mixtures import Layer, find_layers
 from ebbtide.run.model import ModelData, dense, specs_of
-from ebbtide.run.ranks import Ranks
+from ebbtide.run.ranks import BEGIN, DONE, FORWARD, Ranks
 from ebbtide.run.recording import Recording, imagine
 from ebbtide.run.room import Room
 from ebbtide.run.setup import Choice, check_fit
@@ -73,8 +75,14 @@ class Session:
         names = [name_of[id(p)] for p in parameters]
         specs = specs_of(names, parameters, [choice.dtypes[n] for n in names])
         size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
-        self.layout = build_layout(specs, config.layout, size)
         slicing = ALONE if ranks is None else Slicing(ranks.size, ranks.rank)
+        layers: list[Layer] = []
+        self.gathered_experts: dict[str, str] = {}
+        """Layers whose experts cannot be spread, and why."""
+        if slicing.shared and config.experts == "spread":
+            layers, self.gathered_experts = find_layers(module, {s.name: s for s in specs}, slicing.ranks)
+        banks = [layer.bank for layer in layers]
+        self.layout = build_spread_layout(specs, banks, config.layout, size, slicing.ranks)
         self.store = ChunkStore(self.layout, backend, ledger, disk, slicing)
         self.data = ModelData(names, parameters, runs, self.layout, self.store, config.resolved_master)
         self.executor = Executor(self.data, config.eviction, Updater(background=config.prefetch))
@@ -107,6 +115,7 @@ class Session:
         carried = HostModules(choice.hosted.values(), backend.device, self.store.traffic.moved)
         for handle in carried.handles:
             self.interceptor.keep(handle)
+        self.dispatchers = self._dispatch(layers)
         self._plan_by(config)
         self.symbolic_note = ""
         self.micro = 0
@@ -133,6 +142,15 @@ class Session:
         self.places.gather, self.data.collect = made.gather, made.collect
         self.updates.shares = SharedGradients(self.updates, self.executor, made)
         made.reserve()
+        return made
+
+    def _dispatch(self, layers: Sequence[Layer]) -> list[Dispatcher]:
+        """Layers whose experts ranks have among them send tokens from now on."""
+        if self.sharing is None:
+            return []
+        made = [Dispatcher(i, layer, self.sharing, self.executor.lock) for i, layer in enumerate(layers)]
+        for dispatcher in made:
+            self.interceptor.keep(dispatcher)
         return made
 
     @property
@@ -267,6 +285,7 @@ class Session:
             return  # a second forward before one backward belongs to the same pass
         if self.sharing is not None:
             self.sharing.turn()
+            self.sharing.meet(BEGIN, self.micro)
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
@@ -318,6 +337,9 @@ class Session:
         """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
         if self._alone() and self.config.device.memory == "auto":
             return None
+        if self.dispatchers:
+            self.symbolic_note = "experts are spread over ranks: how many tokens come is not known before"
+            return None
         try:
             record = imagine(
                 self.module,
@@ -353,6 +375,8 @@ class Session:
         try:
             with self.interceptor.scope(), self.recording.metered():
                 yield
+            if self.course.phase == RUNNING:
+                self.meet(FORWARD, self.micro)
         except BaseException:
             self.abandon()
             raise
@@ -382,7 +406,7 @@ class Session:
         for parameter in self.data.parameters:
             parameter.grad = None  # one that arrived and was not taken would be added to the next
 
-    def meet(self, deed: int, number: int) -> None:
+    def meet(self, deed: int, number: int = 0) -> None:
         """Where ranks share the chunks, all of them are there."""
         if self.sharing is not None:
             self.sharing.meet(deed, number)
@@ -406,6 +430,7 @@ class Session:
         self.course.phase = UPDATING
         try:
             self.updates.apply(scale)
+            self.meet(DONE)  # nobody is left alone with a gather that the update began
         finally:
             self.executor.finish()
             self.micro = 0

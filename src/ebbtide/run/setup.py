@@ -186,12 +186,7 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: 
     return "|".join(parts)
 
 
-def refuse_unbuilt(config: Config, shared: bool) -> None:
-    """`shared`: by several ranks."""
-    if shared and config.updates == "lock-free":
-        raise UnsupportedError(
-            'updates = "lock-free" is not built for several ranks yet; use updates = "exact" or "in-backward"'
-        )
+def refuse_unbuilt(config: Config) -> None:
     if config.updates == "in-backward" and config.precision == "fp16":
         raise UnsupportedError(
             'updates = "in-backward" cannot take back a step whose fp16 gradients overflow; use precision = "bf16", or '

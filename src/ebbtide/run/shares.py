@@ -1,5 +1,8 @@
 """Gradients of chunks that ranks share: captured whole, reduced to slices, and summed up for the norm.
 
+Experts' gradients are complete where they arrive, for their tokens came from all ranks. A rank whose experts got none
+does not notice by itself that others have gradients; all say at the end of a pass which experts have.
+
 The norm is that of the whole tensors: each rank takes the sums of its slices' blocks, all ranks get all of them, and
 add up each tensor's in the one order that there is. So it does not depend on where slices are cut.
 """
@@ -16,7 +19,7 @@ from ebbtide.errors import NonFiniteError
 from ebbtide.kernels.base import BLOCK
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import Chunk
-from ebbtide.plan.shape import WHOLE_GRAD
+from ebbtide.plan.shape import GRAD, WHOLE_GRAD
 from ebbtide.run.executor import Executor
 from ebbtide.run.sharing import Sharing
 
@@ -33,6 +36,11 @@ class SharedGradients:
         """By parameter: gradients that came in this pass and were not reduced yet."""
         self._blocks: dict[int, torch.Tensor] = {}
         """By parameter: the sums of the blocks that this rank has of its gradient."""
+        self._experts = [
+            m for m, place in enumerate(self._data.places) if not self._data.gathered(place.chunk)
+        ]
+        self.everywhere: set[int] = set()
+        """Of experts' parameters, those that have a gradient on some rank."""
         self._sums: dict[int, float] | None = None
         self._wanted: dict[int, int] = {}
         """By parameter: how often a gradient comes in a pass, where that is more than once."""
@@ -42,6 +50,9 @@ class SharedGradients:
 
     def capture(self, member: int, gradient: torch.Tensor) -> None:
         place = self._data.places[member]
+        if not self._data.gathered(place.chunk):
+            self._hold(member, gradient)
+            return
         chunk = self._store.get(WHOLE_GRAD, place.chunk)
         if chunk.free:
             self._executor.room.make_for(chunk, "device")
@@ -61,15 +72,60 @@ class SharedGradients:
                 self._wanted[arrival.parameter] = self._wanted.get(arrival.parameter, 0) + 1
         return self._wanted.get(member, 1)
 
+    def _hold(self, member: int, gradient: torch.Tensor) -> None:
+        """Of an expert that this rank has: nobody else has a part of it."""
+        self._updates.hold(member, gradient)
+        self._measure(member, self._store.get(GRAD, self._data.places[member].chunk))
+        self._sums = None
+
     def finish(self) -> None:
         """The pass is over."""
         self._sharing.end(sorted({self._data.places[member].chunk for member in self._passed}))
+        if self._experts:
+            self._hear_of_experts()
+            if self._updates.in_backward:
+                self._apply_experts()
+
+    def _hear_of_experts(self) -> None:
+        """A tensor that has several ranks' experts gets zeros where those of one had no tokens."""
+        updates, data = self._updates, self._data
+        rows = self._sharing.ranks.numbers([min(1, updates.arrived[member]) for member in self._experts])
+        self.everywhere.update(
+            member
+            for member, arrived in zip(self._experts, zip(*rows, strict=True), strict=True)
+            if any(arrived)
+        )
+        for member in sorted(self.everywhere):
+            view = data.views[member]
+            if view is not None and not updates.arrived[member]:
+                like = data.parameters[member]
+                zeros = torch.empty_strided(view.shape, view.stride, dtype=like.dtype, device=like.device)
+                self._hold(member, zeros.zero_())
+
+    def _apply_experts(self) -> None:
+        updates = self._updates
+        mine = [member for member in sorted(self.everywhere) if updates.arrived[member]]
+        self._refuse_nonfinite(mine)
+        for index in sorted({self._data.places[member].chunk for member in mine}):
+            updates.apply_chunk(index)
+        self.count_others()
+
+    def updated(self, index: int) -> bool:
+        """Whether some rank updates experts of the chunk: all go through the same moments."""
+        return any(member in self.everywhere for member in self._data.members[index])
+
+    def count_others(self) -> None:
+        """Updates of experts on other ranks count here, too: what is saved is the same on all of them."""
+        for member in self.everywhere:
+            if self._data.views[member] is None:
+                self._updates.steps.counts[member] += 1
 
     def discard(self) -> None:
         for index in {self._data.places[member].chunk for member in self._passed}:
             self._store.free(self._store.get(WHOLE_GRAD, index))
         self._passed.clear()
         self._blocks.clear()
+        self.everywhere.clear()
         self._sums = None
 
     # -- reduced --------------------------------------------------------------------------------------
@@ -77,25 +133,28 @@ class SharedGradients:
     def _reduced(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
         """The slice has the sum over the ranks."""
         updates, members = self._updates, self._data.members[index]
-        view = grad.view()
         for member, has in zip(members, arrived, strict=True):
             self._passed.pop(member, None)
             if not has:
                 continue
             updates.arrived[member] += 1
-            share = self._data.shares[member]
-            part = view[share.offset : share.offset + share.numel]
-            if updates.norm_wanted:
-                self._blocks[member] = self._kernels.block_sums(part).cpu()
-            elif share.numel:
-                bad = bool(self._kernels.nonfinite(part))
-                self._blocks[member] = torch.full((1,), math.nan if bad else 0.0, dtype=torch.float64)
+            self._measure(member, grad)
         self._sums = None
         if updates.in_backward:
             self._refuse_nonfinite(members)
             updates.apply_chunk(index)
             for member in members:
                 self._blocks.pop(member, None)
+
+    def _measure(self, member: int, grad: Chunk) -> None:
+        """What this rank has of a gradient, which is on the device."""
+        share = self._data.shares[member]
+        part = grad.view()[share.offset : share.offset + share.numel]
+        if self._updates.norm_wanted:
+            self._blocks[member] = self._kernels.block_sums(part).cpu()
+        elif share.numel:
+            bad = bool(self._kernels.nonfinite(part))
+            self._blocks[member] = torch.full((1,), math.nan if bad else 0.0, dtype=torch.float64)
 
     def _refuse_nonfinite(self, members: Sequence[int]) -> None:
         """On all ranks alike."""
@@ -116,7 +175,8 @@ class SharedGradients:
     def sums(self) -> dict[int, float]:
         """The sum of squares of each gradient that arrived, of the whole tensor; NaN where it is not finite."""
         if self._sums is None:
-            members = [m for m, count in enumerate(self._updates.arrived) if count]
+            here = (m for m, count in enumerate(self._updates.arrived) if count)
+            members = sorted({*here, *self.everywhere})
             self._sums = self._gathered(members) if self._updates.norm_wanted else self._flagged(members)
         return self._sums
 
@@ -126,7 +186,7 @@ class SharedGradients:
         mine = torch.zeros(most, dtype=torch.float64)
         at = 0
         for member in members:
-            sums = self._blocks[member]
+            sums = self._blocks.get(member, mine[:0])
             mine[at : at + sums.numel()] = sums
             at += sums.numel()
         rows = self._sharing.ranks.sums(mine)

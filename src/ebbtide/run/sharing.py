@@ -1,6 +1,7 @@
 """Chunks that ranks share: gathered before they are used, their gradients reduced to each rank's slice.
 
-All ranks go through the same passes. Where they want the same, as they nearly always do, a collective serves all of
+All ranks go through the same passes, and say what they want before each collective, but for gathers that follow as they
+always do (`run.ahead`). Where they want the same, as they nearly always do, a collective serves all of
 them. Where one wants a chunk that others do not use, they send it their slices; where ranks disagree on the order
 in which gradients are complete, those chunks wait for the end of the pass, when all of them have all they will get.
 A parameter that some ranks have no gradient for gets zeros from them.
@@ -22,12 +23,13 @@ from ebbtide.errors import RanksError, StateError
 from ebbtide.kernels import Kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
-from ebbtide.memory.chunk import WIRE, Chunk
+from ebbtide.memory.chunk import GATHERED, WIRE, Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import GRAD, WHOLE, WHOLE_GRAD
+from ebbtide.run.ahead import Ahead
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import END, GATHER, REDUCE, VALUES, Pending, Ranks, Wish
+from ebbtide.run.ranks import END, FORWARD, GATHER, REDUCE, STEP, TOKENS, VALUES, Pending, Ranks, Wish
 from ebbtide.run.unmanaged import Unmanaged
 
 TAG = "exchange"
@@ -95,6 +97,7 @@ class Sharing:
         self._received = _Received(data.store)
         self.close = weakref.finalize(self, self._received.close)
         self._round = 0
+        self._ahead = Ahead()
         self._any_waits = False
         self._waiting: set[int] = set()
         """Chunks with gradients that wait for the end of the pass."""
@@ -105,14 +108,18 @@ class Sharing:
         mean's scale."""
 
     def reserve(self) -> None:
-        """Room for the gradients of the largest chunk that is trained."""
-        wholes = (chunk.nbytes for chunk in self._store.chunks.values() if chunk.kind == WHOLE_GRAD)
+        """Room for the largest chunk, or its gradients."""
+        wholes = (chunk.nbytes for chunk in self._store.chunks.values() if chunk.kind in GATHERED)
         self._received.reserve(max(wholes, default=0))
 
     # -- what a pass wants ----------------------------------------------------------------------------
 
     def turn(self) -> None:
         """A training pass begins, or a step's updates have all been given out."""
+        while (promised := self._ahead.promised) is not None:
+            self._ahead.gathered(promised)
+            self._take_part(promised)
+        self._ahead.stop()
         self._round += 1
 
     def gather(self, index: int) -> None:
@@ -149,17 +156,47 @@ class Sharing:
         while self._serve(Wish(deed, subject, self._round)) != (deed, subject):
             continue
 
+    def loads(self, layer: int, mine: Sequence[int]) -> list[list[int]]:
+        """How many rows each rank has for which expert."""
+        self.meet(TOKENS, layer)
+        return self.ranks.numbers(mine)
+
+    def swap(
+        self, layer: int, received: torch.Tensor, rows: torch.Tensor, came: Sequence[int], sent: Sequence[int]
+    ) -> int:
+        """Rows go to their experts, or come back: how many from and to each rank. Bytes that were sent to others."""
+        self.meet(TOKENS, layer)
+        count = self.ranks.swap(received, rows, came, sent)
+        self._store.traffic.moved[WIRE] += count
+        return count
+
     def _serve(self, wish: Wish) -> tuple[int, int] | None:
         """One thing that all ranks do together, by what they want; None where that is nothing."""
+        if (promised := self._ahead.promised) is not None:
+            self._ahead.gathered(promised)
+            if wish[:2] == (GATHER, promised):
+                self._gather(promised, range(self.ranks.size))
+            else:
+                self._take_part(promised)
+            return GATHER, promised
         wishes = self.ranks.agree(wish)
         # Who is behind goes first: it may still have to update what the others want.
         gathers = sorted((one.round, one.subject) for one in wishes if one.deed == GATHER)
         if gathers:
             index = gathers[0][1]
-            self._gather(index, [r for r, one in enumerate(wishes) if one[:2] == (GATHER, index)])
+            wanting = [r for r, one in enumerate(wishes) if one[:2] == (GATHER, index)]
+            if len(wanting) == self.ranks.size:
+                self._ahead.gathered(index)
+            else:
+                self._ahead.agreed(GATHER, index, step=False)
+            self._gather(index, wanting)
             return GATHER, index
+        self._ahead.agreed(wishes[0].deed, wishes[0].subject, step=wishes[0].deed == STEP)
         deeds = {one.deed for one in wishes}
-        if len({one.round for one in wishes}) > 1 or (len(deeds) > 1 and deeds != {REDUCE, END}):
+        if FORWARD in deeds and len(deeds) > 1:  # somebody ran forward twice
+            return wish[:2] if wish.deed == FORWARD else None
+        waits = REDUCE in deeds and deeds <= {REDUCE, TOKENS, END}
+        if len({one.round for one in wishes}) > 1 or (len(deeds) > 1 and not waits):
             said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))
             raise StateError(
                 f"ranks do not do the same: {said}. All of them must call the engine's methods alike, in the same order"
@@ -167,13 +204,21 @@ class Sharing:
         if wish.deed == END and deeds == {END}:
             self._any_waits = any(one.subject for one in wishes)
         elif any(one[:2] != wish[:2] for one in wishes):
-            if deeds <= {REDUCE, END}:
+            if waits:
                 return None
             raise StateError(f"ranks ask for different things: {', '.join(map(str, wishes))}")
         if wish.deed == REDUCE:
             same = all(one.check == wish.check for one in wishes)
             self._reduce(wish.subject, self.arrived(wish.subject) if same else None)
         return wish.deed, wish.subject
+
+    def _take_part(self, index: int) -> None:
+        """In a gather that was promised, and that this rank has no use for."""
+        source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
+        with self._places.placed(source, "device"):
+            assert source.device is not None
+            self.ranks.gather(self._received.take(whole.nbytes), source.device).wait()
+        self._store.traffic.moved[WIRE] += (self.ranks.size - 1) * source.nbytes
 
     def _gather(self, index: int, wanting: Sequence[int]) -> None:
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)

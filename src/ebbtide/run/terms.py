@@ -21,7 +21,7 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     params = tuple(data.parameter_chunk(index).nbytes for index in count)
     grads = tuple(p if trained else 0 for p, trained in zip(params, data.trained, strict=True))
     shared = data.store.slicing.shared
-    whole = tuple(data.computed(index).nbytes for index in count) if shared else ()
+    whole = tuple(data.computed(i).nbytes if data.gathered(i) else 0 for i in count) if shared else ()
     places = tuple(place.chunk for place in data.places)
     return ModelShape(data.run_chunks, places, params, grads, states, whole)
 
@@ -73,5 +73,5 @@ def cost_of(
 
 
 def _gradient_bytes(data: ModelData) -> Iterator[int]:
-    for place in data.places:
-        yield place.numel * data.parameter_chunk(place.chunk).dtype.itemsize
+    for place, view in zip(data.places, data.views, strict=True):
+        yield (view.numel if view is not None else 0) * data.parameter_chunk(place.chunk).dtype.itemsize

@@ -80,7 +80,7 @@ class Updates:
             self.store.add(kind, index, torch.float32)
         dtype = self.data.parameter_chunk(index).dtype
         self.store.add("grad", index, dtype)
-        if self.store.slicing.shared:
+        if self.data.gathered(index):
             self.store.add(WHOLE_GRAD, index, dtype)
 
     # -- gradients ------------------------------------------------------------------------------------
@@ -107,13 +107,14 @@ class Updates:
         if self.in_backward and self.homes[index] == "device":
             self._apply_now(member, gradient)
             return
-        self._hold(member, gradient)
+        self.hold(member, gradient)
         if self.in_backward and all(self.arrived[m] for m in self.expected(index)):
             self.apply_chunk(index)
 
-    def _hold(self, member: int, gradient: torch.Tensor) -> None:
+    def hold(self, member: int, gradient: torch.Tensor) -> None:
         """Copies or adds a gradient into the chunk that holds it until the update, or keeps it as it is."""
-        place = self.data.places[member]
+        place = self.data.views[member]
+        assert place is not None
         if member in self.kept:
             self.squares[member] = self.kernels["device"].capture(self.kept[member], gradient, True)
             self.arrived[member] += 1
@@ -168,7 +169,9 @@ class Updates:
         return [
             m
             for m in self.data.members[index]
-            if self.steps.group_of[m] >= 0 and self.data.parameters[m].requires_grad
+            if self.steps.group_of[m] >= 0
+            and self.data.parameters[m].requires_grad
+            and self.data.views[m] is not None
         ]
 
     # -- norm -----------------------------------------------------------------------------------------
@@ -205,9 +208,12 @@ class Updates:
             self.lock_free.begin_step(self.steps.groups)
         for index in range(len(self.data.members)):
             members = [m for m in self.data.members[index] if self.arrived[m]]
-            if members:
+            if members or (self.shares is not None and self.shares.updated(index)):
                 self.executor.updating(index)
+            if members:
                 self._update(index, members, scale)
+        if self.shares is not None:
+            self.shares.count_others()
         self.discard()
 
     def _update(self, index: int, members: list[int], scale: float) -> None:

@@ -60,6 +60,8 @@ def write(session: Session, folder: Path, facts: Mapping[str, Any], state: Any) 
         parts = {part.key: part for part in parts_of(session) if part.numel}
         contents = {_state_of(rank): _packed(state)}
     described = {key: [list(part.shape), list(part.stride)] for key, part in parts.items()}
+    for theirs in ranks.objects(described) if ranks is not None and session.layout.spread else ():
+        described |= theirs  # state of experts that no update has touched here
     if not rank:
         contents[FACTS] = json.dumps({**facts, "ranks": size, "tensors": described}).encode()
     mine = {key: part for key, part in parts.items() if not (part.common and rank)}

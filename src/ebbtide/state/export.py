@@ -64,7 +64,8 @@ class _Export:
         self.aside = [folder / f".{name}.partial" for name in self._names]
 
     def _bytes(self, key: str) -> int:
-        return self._tensors[key].numel() * self._dtypes[key].itemsize
+        span = self._session.layout.spans.get(key)  # of an expert on another rank, the module has no elements
+        return (self._tensors[key].numel() if span is None else span.numel) * self._dtypes[key].itemsize
 
     def _cut(self, largest: int) -> list[list[str]]:
         """The keys of each file."""

@@ -3,10 +3,15 @@
 Note [complete or not there]: a checkpoint is written in a folder of another name, its files are synced, then it gets
 its name, and that is synced. `latest` is replaced after that, in the same way. Whoever is killed at any time leaves a
 folder with that other name, which is locked while its owner lives, and is removed by the next one who saves.
+
+Note [a spare]: blocks that are new to a file are written at half the speed of old ones (measured on ext4), and freeing
+them takes its time. Of the checkpoints that are not kept one is a spare until the next is written into its files. It
+takes room that writing the next one needs anyway, and goes when the engine is closed or the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import re
@@ -21,6 +26,7 @@ from ebbtide.errors import ConfigError, DiskError
 
 LATEST = "latest"
 INDEX = "index.json"
+SPARE = ".spare"
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
 
@@ -75,7 +81,10 @@ class Run:
             fcntl.flock(everybody, fcntl.LOCK_EX)
             self._clean()
             partial = self.path / f".partial-{secrets.token_hex(6)}"
-            partial.mkdir()
+            try:
+                os.rename(self.path / SPARE, partial)
+            except OSError:
+                partial.mkdir()
             lock = os.open(partial, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return partial, lock
@@ -105,16 +114,34 @@ class Run:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Removes all but the newest `count`; never the latest."""
+        """Removes all but the newest `count`; never the latest. One of them is a spare, see Note [a spare]."""
         latest = self.latest()
         for old in self.complete()[:-count]:
             if old == latest:
                 continue
             # First it loses its name: half of a checkpoint is never taken for a whole one.
-            gone = self.path / f".partial-{secrets.token_hex(6)}"
+            spare = self.path / SPARE
+            gone = self.path / f".partial-{secrets.token_hex(6)}" if spare.exists() else spare
             with suppress(OSError):
                 os.rename(old, gone)
-                _remove_beside(gone)
+                if gone == spare:
+                    _spares.add(spare)
+                else:
+                    _remove_beside(gone)
+
+    def remove_spare(self) -> None:
+        _spares.discard(self.path / SPARE)
+        shutil.rmtree(self.path / SPARE, ignore_errors=True)
+
+
+_spares: set[Path] = set()
+"""Those that this process has made."""
+
+
+@atexit.register
+def _remove_spares() -> None:
+    for spare in _spares:
+        shutil.rmtree(spare, ignore_errors=True)
 
 
 _removals: list[threading.Thread] = []

@@ -141,9 +141,10 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, Filling), f"expected a planner that fills buffers, found {planner}"
         name = f"rank-{self._rank:05d}.bin"
-        file = _File(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._io)
+        file = _File(self._folder / name, os.O_RDWR | os.O_CREAT, self._io)  # a spare's, perhaps
         try:
-            results = self._write(plan, planner, file, name)
+            results, length = self._write(plan, planner, file, name)
+            os.ftruncate(file.number, length)
             os.fsync(file.number)
         finally:
             file.close()
@@ -151,7 +152,10 @@ class ShardWriter(StorageWriter):
         done.set_result(results)
         return done
 
-    def _write(self, plan: SavePlan, planner: Filling, file: _File, name: str) -> list[WriteResult]:
+    def _write(
+        self, plan: SavePlan, planner: Filling, file: _File, name: str
+    ) -> tuple[list[WriteResult], int]:
+        """What was written, and the file's length."""
         results: list[WriteResult] = []
         lent = [planner.lend(item) for item in plan.items]
         sizes = [planner.nbytes(item) for item in plan.items]
@@ -172,10 +176,14 @@ class ShardWriter(StorageWriter):
                     memory[nbytes:].zero_()
                 piece = Piece(name, offset, nbytes, checksum(content))
                 results.append(WriteResult(item.index, nbytes, piece))
-        return results
+        return results, queue.length
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces = {(one.index.fqn, one.index.offset): one.storage_data for rank in results for one in rank}
+        written = {piece.file for piece in pieces.values()}
+        for path in self._folder.glob("rank-*.bin"):
+            if path.name not in written:
+                path.unlink()  # of a spare that more ranks wrote
         write_synced(self._folder / INDEX, index_of(metadata, pieces))
 
     @classmethod
@@ -199,6 +207,11 @@ class _Queue:
         self._lent: list[Event | None] = [None] * BUFFERS
         self._turn = self._lend_turn = 0
         self._used = self._offset = 0
+
+    @property
+    def length(self) -> int:
+        """Of the file, when all of it is on its way."""
+        return self._offset
 
     def take(self, count: int) -> tuple[torch.Tensor, int]:
         """Memory for the next bytes, and where in the file they will be. It is full when the next is asked for."""

@@ -62,17 +62,19 @@ def gradient(session: Session, name: str) -> torch.Tensor | None:
         return None if found is None else found.to("cpu", torch.float32, copy=True)
     member = session.data.names.index(name)
     updates = session.updates
-    if not updates.arrived[member]:
+    elsewhere = updates.shares is not None and member in updates.shares.everywhere
+    if not updates.arrived[member] and not elsewhere:
         return None
     if member in updates.kept:
         return updates.kept[member].to("cpu", torch.float32, copy=True).div_(session.config.accumulate)
     place, share = session.data.places[member], session.data.shares[member]
-    chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
-    session.store.settle(chunk, host=True)
-    tier = "host" if chunk.host_valid else "device"
     flat = torch.empty(place.numel)
-    for start, piece in chunk.slices(tier, share.offset, share.numel):
-        flat[share.first + start : share.first + start + piece.numel()].copy_(piece)
+    if share.numel:
+        chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
+        session.store.settle(chunk, host=True)
+        tier = "host" if chunk.host_valid else "device"
+        for start, piece in chunk.slices(tier, share.offset, share.numel):
+            flat[share.first + start : share.first + start + piece.numel()].copy_(piece)
     session.data.collect(member, flat)
     flat /= session.config.accumulate
     return flat.as_strided(place.shape, place.stride)

@@ -1,0 +1,450 @@
+"""Experts among ranks: the model is that of one process, and tokens are sent as counted on paper."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
+
+import ebbtide
+from ebbtide.errors import RanksError, StateError
+from ebbtide.layout import ALIGNMENT, Bank, Slicing, TensorSpec, build_spread_layout, odd_bank
+from group import RankError, group_of
+from harness import config_of
+
+EXPERTS, WIDTH, BATCH, LENGTH, STEPS = 4, 32, 8, 12, 20
+
+
+def switch(experts: int = EXPERTS, capacity: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    config = SwitchTransformersConfig(
+        vocab_size=128,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=64,
+        num_heads=4,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_experts=experts,
+        expert_capacity=capacity,
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return SwitchTransformersForConditionalGeneration(config)
+
+
+def mixtral(experts: int = EXPERTS) -> nn.Module:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=128,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        attention_dropout=0.0,
+        router_jitter_noise=0.0,
+    )
+    return MixtralForCausalLM(config)
+
+
+def few(capacity: int = 3) -> nn.Module:
+    """Experts are often full."""
+    return switch(capacity=capacity)
+
+
+def one_sided() -> nn.Module:
+    """All tokens want the first expert: others, and whole ranks, get none."""
+    model = switch()
+    for name, parameter in model.named_parameters():
+        if "router.classifier" in name:
+            with torch.no_grad():
+                parameter.zero_()  # the first of equal ones is taken
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = mixtral()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+MODELS = {
+    "switch": switch,
+    "mixtral": mixtral,
+    "few": few,
+    "one-sided": one_sided,
+    "checkpointed": checkpointed,
+}
+
+
+def share_of(number: int) -> dict[str, torch.Tensor]:
+    """This rank's part of a global batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ids = torch.randint(1, 128, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number % 3))
+    each = BATCH // size
+    ids = ids[rank * each : (rank + 1) * each]
+    return {"input_ids": ids, "labels": ids}
+
+
+def run(engine: Any, first: int, steps: int) -> list[float]:
+    """Losses of the global batches."""
+    losses = []
+    for number in range(first, first + steps):
+        loss = engine(**share_of(number)).loss
+        engine.backward(loss)
+        engine.step()
+        engine.check_integrity()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+def train(name: str, config: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        if "ssd" in config:
+            config = config | {"ssd": {"folder": folder, **config["ssd"]}}
+            dist.barrier()
+        engine = ebbtide.initialize(MODELS[name](), config)
+        try:
+            losses = run(engine, 0, steps)
+            with engine.weights() as found:
+                weights = {key: value.clone() for key, value in found.items()}
+            return {
+                "losses": losses,
+                "weights": weights,
+                "sha": engine.weights_sha256(),
+                "stats": engine.stats(),
+                "local": sum(p.numel() for n, p in engine.module.named_parameters() if ".experts." in n),
+            }
+        finally:
+            engine.close()
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    return config_of(precision="fp32", **changes)
+
+
+# -- as one process -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in MODELS), ("switch", 4), ("mixtral", 4), ("one-sided", 4)]
+)
+def test_the_model_is_that_of_one_process(name: str, size: int) -> None:
+    alone = group_of(1).run(train, name, plain())[0]
+    found = group_of(size).run(train, name, plain())
+    assert len({rank["sha"] for rank in found}) == 1
+    for rank in found:
+        assert rank["stats"]["experts"] and not rank["stats"]["gathered_experts"]
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+        for key, value in rank["weights"].items():
+            assert value.shape == alone["weights"][key].shape
+            torch.testing.assert_close(value, alone["weights"][key], rtol=1e-3, atol=2e-4)
+    assert alone["losses"][-1] < alone["losses"][0]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "host": {"device": {"memory": 900_000}, "host": {"memory": "64MB"}},
+    "SSD": {"device": {"memory": 1_300_000}, "host": {"memory": 0}, "ssd": {"memory": "64MB"}},
+    "pages": {
+        "device": {"memory": 900_000},
+        "host": {"memory": "64MB"},
+        "layout": "page",
+        "chunk_size": 16384,
+    },
+    "large chunks": {"chunk_size": "256KiB"},
+    "without prefetch": {"device": {"memory": 900_000}, "host": {"memory": "64MB"}, "prefetch": False},
+    "state on the host": {"device": {"memory": 900_000}, "host": {"memory": "64MB"}, "placement": "host"},
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("name", ["switch", "mixtral"])
+def test_placement_changes_no_number(name: str, change: str) -> None:
+    wanted = group_of(2).run(train, name, config_of(), 4)[0]["sha"]
+    found = group_of(2).run(train, name, config_of(**CHANGES[change]), 4)
+    assert [rank["sha"] for rank in found] == [wanted, wanted]
+
+
+def test_updates_in_backward_are_the_same() -> None:
+    wanted = group_of(2).run(train, "switch", config_of(clip=None), 4)[0]["sha"]
+    found = group_of(2).run(train, "switch", config_of(clip=None, updates="in-backward"), 4)[0]["sha"]
+    assert found == wanted
+
+
+def test_accumulation_is_a_larger_batch() -> None:
+    found = group_of(2).run(train, "one-sided", plain(accumulate=2), 8)[0]
+    again = group_of(4).run(train, "one-sided", plain(accumulate=2), 8)[0]
+    assert found["losses"] == pytest.approx(again["losses"], rel=1e-3)
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_sent_as_on_paper() -> None:
+    """Twice forward and twice backward, each row that has its expert elsewhere; here all go to the first rank."""
+    for rank, found in enumerate(group_of(2).run(train, "one-sided", plain(), 1)):
+        layers = found["stats"]["experts"]
+        assert len(layers) == 2
+        rows = BATCH // 2 * LENGTH
+        for layer in layers.values():
+            assert layer["load"] == [BATCH * LENGTH, 0, 0, 0]
+            # From the second to the first rank and back: answers and gradients of rows, gradients of answers.
+            assert layer["sent_bytes"] == 2 * rows * WIDTH * 4
+        assert rank < 2
+
+
+def test_what_is_full_is_reported() -> None:
+    found = group_of(2).run(train, "few", plain(), 1)[0]["stats"]["experts"]
+    for layer in found.values():
+        assert layer["dropped"] > 0
+        assert sum(layer["load"]) + layer["dropped"] == BATCH * LENGTH
+
+
+def test_a_rank_has_its_experts_only() -> None:
+    whole = sum(p.numel() for n, p in mixtral().named_parameters() if ".experts." in n)
+    for rank in group_of(4).run(train, "mixtral", plain(), 1):
+        assert rank["local"] == whole // 4
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def save(name: str, folder: str) -> dict[str, Any]:
+    engine = ebbtide.initialize(MODELS[name](), plain())
+    try:
+        run(engine, 0, 3)
+        engine.save(folder)
+        return {"sha": engine.weights_sha256(), "after": run(engine, 3, 3), "end": engine.weights_sha256()}
+    finally:
+        engine.close()
+
+
+def load(name: str, folder: str) -> dict[str, Any]:
+    engine = ebbtide.initialize(MODELS[name](), plain())
+    try:
+        engine.load(folder)
+        return {"sha": engine.weights_sha256(), "after": run(engine, 3, 3), "end": engine.weights_sha256()}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["one-sided", "mixtral"])
+def test_checkpoints_move_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
+    saved = group_of(2).run(save, name, str(tmp_path))[0]
+    for size in (1, 2, 4):
+        found = group_of(size).run(load, name, str(tmp_path))[0]
+        assert found["sha"] == saved["sha"]
+        assert found["after"] == pytest.approx(saved["after"], rel=1e-3)
+        assert size != 2 or found["end"] == saved["end"]
+
+
+def exported(folder: str) -> str:
+    engine = ebbtide.initialize(mixtral(), plain())
+    try:
+        run(engine, 0, 2)
+        engine.export(folder)
+        return engine.weights_sha256()
+    finally:
+        engine.close()
+
+
+def test_exports_are_whole(tmp_path: Path) -> None:
+    sha = group_of(2).run(exported, str(tmp_path))[0]
+    model = MixtralForCausalLM.from_pretrained(tmp_path)
+    engine = ebbtide.initialize(model, plain())
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
+def gradients(name: str) -> dict[str, torch.Tensor]:
+    engine = ebbtide.initialize(MODELS[name](), plain())
+    try:
+        engine.backward(engine(**share_of(0)).loss)
+        with engine.gradients() as found:
+            return {key: value.clone() for key, value in found.items()}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["one-sided", "mixtral"])
+def test_gradients_are_those_of_one_process(name: str) -> None:
+    alone = group_of(1).run(gradients, name)[0]
+    for found in group_of(2).run(gradients, name):
+        assert sorted(found) == sorted(alone)
+        for key, value in found.items():
+            scale = max(float(alone[key].abs().max()), 1e-3)
+            assert float((value - alone[key]).abs().max()) <= 1e-5 * scale, key
+
+
+# -- what cannot be spread ----------------------------------------------------------------------------------------
+
+
+def three_experts() -> dict[str, Any]:
+    engine = ebbtide.initialize(mixtral(3), plain())
+    try:
+        return {"losses": run(engine, 0, 3), "stats": engine.stats()}
+    finally:
+        engine.close()
+
+
+def test_experts_that_do_not_divide_are_gathered() -> None:
+    alone = group_of(1).run(three_experts)[0]
+    for found in group_of(2).run(three_experts):
+        assert not found["stats"]["experts"]
+        assert all(
+            "3 experts do not divide by 2" in why for why in found["stats"]["gathered_experts"].values()
+        )
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+
+
+def apart() -> None:
+    """One rank computes what the others do not."""
+    engine = ebbtide.initialize(mixtral(), plain())
+    try:
+        if dist.get_rank() == 0:
+            engine(**share_of(0))
+        else:
+            engine.backward(torch.zeros((), requires_grad=True) * 1)
+    finally:
+        engine.close()
+
+
+def test_ranks_that_do_not_come_together_say_so() -> None:
+    with pytest.raises(RankError, match=r"do not do the same|ask for different things"):
+        group_of(2).run(apart)
+    assert issubclass(StateError, Exception) and issubclass(RanksError, Exception)
+
+
+# -- a layer of one's own -----------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two experts in lists, chosen by the sign of the first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        chosen = (rows[:, 0] > 0).long()
+        return torch.stack([self.left[int(one)](row) for one, row in zip(chosen, rows, strict=True)])
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.pair = Pair()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.pair(self.first(rows)).square().mean()
+
+
+def own_layer() -> dict[str, Any]:
+    bank = Bank(2, own=(("left.0.weight",), ("left.1.weight",)))
+
+    def route(layer: Pair, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return rows, (rows[:, :1] > 0).long(), rows.new_ones(len(rows), 1)
+
+    def run_experts(layer: Pair, rows: torch.Tensor, experts: torch.Tensor, here: range) -> torch.Tensor:
+        return torch.stack([layer.left[int(one)](row) for one, row in zip(experts, rows, strict=True)])
+
+    ebbtide.register_experts(Pair, ebbtide.ExpertAdapter(lambda layer: bank, route, run_experts))
+    torch.manual_seed(0)
+    engine = ebbtide.initialize(Around(), plain())
+    try:
+        losses = []
+        for number in range(4):
+            rows = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+            each = BATCH // dist.get_world_size()
+            loss = engine(rows[dist.get_rank() * each :][:each])
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        return {"losses": losses, "experts": engine.stats()["experts"], "sha": engine.weights_sha256()}
+    finally:
+        engine.close()
+
+
+def test_a_layer_of_ones_own() -> None:
+    alone = group_of(1).run(own_layer)[0]
+    found = group_of(2).run(own_layer)
+    assert found[0]["sha"] == found[1]["sha"]
+    assert list(found[0]["experts"]) == ["pair"]
+    for number, wanted in enumerate(alone["losses"]):
+        assert sum(rank["losses"][number] for rank in found) / 2 == pytest.approx(wanted, rel=1e-3)
+
+
+# -- layouts ------------------------------------------------------------------------------------------------------
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    stride = [1]
+    for length in reversed(shape[1:]):
+        stride.insert(0, stride[0] * length)
+    return TensorSpec(name, shape, tuple(stride), "bf16")
+
+
+@given(
+    ranks=st.integers(2, 4),
+    local=st.integers(1, 5),
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=3),
+    cut=st.sampled_from(["chunk", "page", "tensor"]),
+    unit=st.integers(1, 64),
+)
+def test_a_slice_is_whole_experts(ranks: int, local: int, sizes: list[int], cut: str, unit: int) -> None:
+    count = ranks * local
+    own = tuple(tuple(f"e{e}.{i}" for i in range(len(sizes))) for e in range(count))
+    specs = [spec("first", 100), *(spec(n, s) for names in own for n, s in zip(names, sizes, strict=True))]
+    specs += [spec("stack", count, ALIGNMENT), spec("last", 300)]
+    bank = Bank(count, ("stack",), own)
+    assert not odd_bank(bank, {s.name: s for s in specs}, ranks)
+    layout = build_spread_layout(specs, [bank], cut, None if cut == "tensor" else unit * ALIGNMENT, ranks)
+    assert list(layout.spans) == [s.name for s in specs]
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for one in specs:
+        span = layout.spans[one.name]
+        size = layout.chunks[span.chunk].size
+        taken.setdefault(span.chunk, []).append((span.offset, span.offset + span.numel))
+        shares = [Slicing(ranks, rank).share(span.offset, span.numel, size) for rank in range(ranks)]
+        assert (span.chunk in layout.spread) == (one.name not in ("first", "last"))
+        if one.name.startswith("e"):
+            owner = int(one.name[1:].split(".")[0]) // local
+            assert [share.numel for share in shares] == [one.numel * (rank == owner) for rank in range(ranks)]
+        elif one.name == "stack":
+            assert [share.first for share in shares] == [rank * local * ALIGNMENT for rank in range(ranks)]
+            assert {share.numel for share in shares} == {local * ALIGNMENT}
+            assert {share.offset for share in shares} == {0}
+    for index, ranges in taken.items():
+        ranges.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(ranges))
+        assert ranges[-1][1] <= layout.chunks[index].size
+    starts = sorted((c.dtype, c.start, c.start + c.size) for c in layout.chunks)
+    assert all(a[2] <= b[1] for a, b in pairwise(starts) if a[0] == b[0])
+    order = {one.name: position for position, one in enumerate(specs)}
+    firsts = [min(order[name] for name in layout.names_of(chunk.index)) for chunk in layout.chunks]
+    assert firsts == sorted(firsts)
