@@ -77,6 +77,7 @@ def run(
                 for case in _cases(forecaster, machine, model, seq):
                     report(f"{case.model}, sequence {case.seq}, {case.name}")
                     rows.append(_row(forecaster, machine, path, case, folder or Path(scratch), repeats))
+                    report(f"  predicted step / measured: {rows[-1]['step_ratio']:.3f}")
     return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
 
 
