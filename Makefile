@@ -21,7 +21,7 @@ demo: install
 
 # The same examples each time; `make test-all` draws new ones.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile ci -m "not heavy"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile ci -m "not heavy"
 
 test-all: install
 	$(BIN)/python -m pytest

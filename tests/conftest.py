@@ -24,6 +24,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if hasattr(getattr(item, "module", None), "group_of"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))  # the groups of processes are started once
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -7,26 +7,38 @@ from hypothesis import strategies as st
 
 from ebbtide.run.ahead import Ahead
 
-STEP, REDUCE = 5, 2
+REDUCE = 2
+Pass = list[tuple[int, list[int]]]
+"""Agreements, each with the gathers that are wanted after it."""
 
 
-def play(ahead: Ahead, steps: list[list[tuple[int, list[int]]]]) -> list[tuple[int, bool]]:
-    """Steps of agreements, each with the gathers that all ranks want after it: which were promised."""
+def play(ahead: Ahead, passes: list[Pass], others: int = 0) -> list[tuple[int, bool]]:
+    """What was gathered, and whether that was promised. `others`: how far another rank had a use for promises."""
     found = []
-    for step in steps:
-        ahead.agreed(STEP, 99, step=True)
-        for subject, wanted in step:
-            ahead.agreed(REDUCE, subject, step=False)
-            for index in wanted:
-                while (promised := ahead.promised) not in (None, index):
-                    ahead.gathered(promised)
-                    found.append((promised, True))
-                found.append((index, promised is not None))
-                ahead.gathered(index)
+
+    def follow(wanted: list[int]) -> None:
+        for index in wanted:
             while (promised := ahead.promised) is not None:
-                ahead.gathered(promised)
+                ahead.kept(promised == index)
                 found.append((promised, True))
-        ahead.stop()
+                if promised == index:
+                    break
+            else:
+                ahead.heard(max(others, ahead.wanted))
+                ahead.gathered(index)
+                found.append((index, False))
+        while (promised := ahead.promised) is not None:
+            ahead.kept(False)
+            found.append((promised, True))
+        ahead.heard(max(others, ahead.wanted))
+
+    for one in passes:
+        ahead.heard(0)
+        ahead.begin()
+        for subject, wanted in one:
+            ahead.agreed(REDUCE, subject)
+            follow(wanted)
+        ahead.end()
     return found
 
 
@@ -46,24 +58,44 @@ def test_what_came_once_is_not() -> None:
     )
 
 
-def test_nothing_is_promised_after_a_stop() -> None:
+def test_what_nobody_wants_any_more_is_not_promised_again() -> None:
+    long, short = [(7, [0, 1, 2])], [(7, [0])]
+    found = play(Ahead(), [long, long, short, short, short])
+    assert found[6:9] == [(0, True), (1, True), (2, True)]
+    assert found[9:] == [(0, True)] * 2
+
+
+def test_what_another_rank_wants_is() -> None:
+    long, short = [(7, [0, 1, 2])], [(7, [0])]
+    assert play(Ahead(), [long, long, short, short], others=3)[6:] == [(0, True), (1, True), (2, True)] * 2
+
+
+def test_nothing_is_promised_beyond_a_pass() -> None:
     ahead = Ahead()
     play(ahead, [[(7, [0])]] * 3)
     assert ahead.promised is None
+    ahead.agreed(REDUCE, 7)
     ahead.gathered(0)
     assert ahead.promised is None
 
 
-steps = st.lists(
+def test_passes_that_are_never_alike_do_not_fill_the_memory() -> None:
+    ahead = Ahead()
+    for subject in range(120_000):
+        ahead.begin()
+        ahead.agreed(REDUCE, subject)
+        ahead.end()
+    assert len(ahead._last) <= 100_002
+
+
+passes = st.lists(
     st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4), max_size=5)), max_size=4), max_size=6
 )
 
 
-@given(steps)
-def test_all_that_is_wanted_is_gathered_and_promises_end(
-    given_steps: list[list[tuple[int, list[int]]]],
-) -> None:
-    found = play(Ahead(), given_steps)
-    wanted = [index for step in given_steps for _, run in step for index in run]
+@given(passes)
+def test_all_that_is_wanted_is_gathered(wanted_passes: list[Pass]) -> None:
+    found = play(Ahead(), wanted_passes)
+    wanted = [index for one in wanted_passes for _, run in one for index in run]
     rest = iter(index for index, _ in found)
     assert all(any(index == other for other in rest) for index in wanted)  # in this order, among others

@@ -314,6 +314,20 @@ def test_a_spare_is_written_again(folder: Path) -> None:
     assert not (folder / ".spare").exists()
 
 
+def test_a_linked_copy_is_left_alone(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    copy = folder / "best"
+    shutil.copytree(engine.save(folder / "run", keep=1), copy, copy_function=os.link)
+    sha = engine.weights_sha256()
+    for _ in range(3):
+        train(engine, "gpt2", 1, 2)
+        engine.save(folder / "run", keep=1)
+    engine.load(copy)
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
 def test_what_the_killed_left_is_removed(folder: Path) -> None:
     left = folder / ".partial-0123456789ab"
     left.mkdir()

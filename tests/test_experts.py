@@ -189,10 +189,12 @@ def test_placement_changes_no_number(name: str, change: str) -> None:
     assert [rank["sha"] for rank in found] == [wanted, wanted]
 
 
-def test_updates_in_backward_are_the_same() -> None:
-    wanted = group_of(2).run(train, "switch", config_of(clip=None), 4)[0]["sha"]
-    found = group_of(2).run(train, "switch", config_of(clip=None, updates="in-backward"), 4)[0]["sha"]
-    assert found == wanted
+def test_updates_in_backward_gather_experts() -> None:
+    exact = group_of(2).run(train, "switch", config_of(clip=None, experts="gathered"), 4)
+    found = group_of(2).run(train, "switch", config_of(clip=None, updates="in-backward"), 4)
+    for one, other in zip(exact, found, strict=True):
+        assert one["sha"] == other["sha"]
+        assert set(other["stats"]["gathered_experts"].values()) == {"updates are in backward"}
 
 
 def test_accumulation_is_a_larger_batch() -> None:

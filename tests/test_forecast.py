@@ -78,7 +78,18 @@ def test_rows_for_devices_and_for_strategies(
 
 
 def test_what_does_not_fit_is_an_answer(plan: Callable[..., tuple[int, str, str]]) -> None:
-    flags = ["--model", "gpt-4b", "--machine", "pc-8gb", "--batch", "2", "--seq", "128"]
+    flags = [
+        "--model",
+        "gpt-1b",
+        "--machine",
+        "pc-8gb",
+        "--host-memory",
+        "4GB",
+        "--batch",
+        "2",
+        "--seq",
+        "128",
+    ]
     found = answer(plan, *flags)
     assert found["fits"] is False
     assert found["short"]["tier"] in ("device", "host") and found["short"]["bytes"] > 0
@@ -111,7 +122,7 @@ def test_what_would_fit_does(plan: Callable[..., tuple[int, str, str]]) -> None:
 
 
 def test_the_largest_fits_and_the_next_does_not(plan: Callable[..., tuple[int, str, str]]) -> None:
-    flags = ["--machine", "pc-8gb", "--seq", "128", "--device-memory", "300MB", "--host-memory", "400MB"]
+    flags = ["--machine", "pc-8gb", "--seq", "128", "--device-memory", "200MB", "--host-memory", "260MB"]
     found = answer(plan, "--model", SMALL, *flags, "--find-max", "model")
     layers = found["max"]["layers"]
     assert layers > 4 and found["fits"]

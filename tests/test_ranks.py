@@ -131,7 +131,7 @@ def test_weights_are_those_of_a_plain_loop(size: int, change: str) -> None:
     check(size, "gpt2", "none", config)
 
 
-@pytest.mark.parametrize(("size", "change"), [(3, "host"), (4, "SSD")])
+@pytest.mark.parametrize(("size", "change"), [(3, "host"), pytest.param(4, "SSD", marks=pytest.mark.heavy)])
 def test_on_more_ranks(size: int, change: str) -> None:
     check(size, "gpt2", "none", config_of(**CHANGES[change]))
 
@@ -182,14 +182,14 @@ def compared(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, gradients
 
 
-def test_the_same_global_batch_learns_the_same() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_global_batch_learns_the_same(size: int) -> None:
     alone = group_of(1).run(compared, 20)[0]
-    for size in (2, 4):
-        for losses, gradients in group_of(size).run(compared, 20):
-            assert losses == pytest.approx(alone[0], rel=1e-3)
-            for name, value in gradients.items():
-                scale = float(alone[1][name].abs().max())
-                assert float((value - alone[1][name]).abs().max()) <= 1e-5 * max(scale, 1e-3)
+    for losses, gradients in group_of(size).run(compared, 20):
+        assert losses == pytest.approx(alone[0], rel=1e-3)
+        for name, value in gradients.items():
+            scale = float(alone[1][name].abs().max())
+            assert float((value - alone[1][name]).abs().max()) <= 1e-5 * max(scale, 1e-3)
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ MODEL_DATA = 14
 """Bytes a parameter: bf16 values and gradients, the lower halves of the masters, two moments in fp32."""
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_memory_is_what_a_formula_says(size: int) -> None:
     """A share of the model data, four gather buffers and what is no model data: with nowhere else to go."""
     group = Group(size)
@@ -291,7 +291,13 @@ class Branching(nn.Module):
 
 
 WAYS = [[[0, 1], [2, 3]], [[3, 2, 1], [1, 2, 3]], [[0], [0, 0]], [[], [1]], [[1, 2], [1, 2]]]
-"""By step and rank (of two): the layers that a rank goes through, in its order."""
+WAYS += [[[3, 2, 1], [3, 2, 1]]] * 4 + [
+    [[3, 2, 1], [1, 2, 3]],
+    [[3, 2, 1], [3, 2, 1]],
+    [[3, 2], [0, 1, 2, 3]],
+]
+"""By step and rank (of two): the layers that a rank goes through, in its order. What all do again and again they promise
+each other; then they differ."""
 
 
 def branch(config: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:

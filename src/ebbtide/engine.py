@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ebbtide.config import Config
-from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, nearest
+from ebbtide.errors import ConfigError, DiskError, NonFiniteError, StateError, UnsupportedError, nearest
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
 from ebbtide.run.course import IDLE
@@ -28,8 +28,8 @@ from ebbtide.run.setup import Choice, alike, choose, refuse_nowhere, refuse_unbu
 from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
 from ebbtide.state import checkpoint, resume, together, values
 from ebbtide.state.export import export
-from ebbtide.state.folders import Run
 from ebbtide.state.module import guard, refuse_held, retire
+from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start
 from ebbtide.state.weights import WeightFiles
 
@@ -116,8 +116,7 @@ class Engine:
         self._closed = False
         self._losses: list[torch.Tensor] = []
         self._stepping = False
-        self._runs: dict[Path, Run] = {}
-        """Folders that were saved to."""
+        self._saver = Saver(self._session)
 
     def _take_over(
         self, choice: Choice, kernels: Mapping[str, Kernels], files: WeightFiles | None, ranks: Ranks | None
@@ -225,6 +224,7 @@ class Engine:
     def step(self) -> StepResult:
         """Updates the weights, on every `accumulate`-th call."""
         self._check()
+        self._saver.look()
         session = self._session
         if session.micro == 0:
             raise StateError(
@@ -374,6 +374,8 @@ class Engine:
         """All parameters stay on the device: for generate() and evaluation."""
         session = self._open()
         session.reclaim()
+        if session.lock_free is not None:
+            session.lock_free.begin_evaluation()
         with session.places.resident():
             yield
 
@@ -425,11 +427,14 @@ class Engine:
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
-    def save(self, path: str | Path, state: Any = None, *, keep: int | None = None) -> Path:
+    def save(
+        self, path: str | Path, state: Any = None, *, keep: int | None = None, background: bool = False
+    ) -> Path:
         """Writes a checkpoint into the folder `path` of a run, and returns its own folder: all that this engine needs to
         go on, random numbers included. `state` is whatever else the run needs (a scheduler's state_dict, the place in
         the data): numbers, strings, tensors, lists and dicts; `load` returns it. With `keep`, only the newest so many
-        stay."""
+        stay. In the `background` it is written while training goes on, and is there later: what the budget leaves room
+        for is copied, the rest is written first."""
         self._check()
         if keep is not None and keep < 1:
             raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
@@ -442,16 +447,20 @@ class Engine:
         session.reclaim()
         session.drain()
         facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
-        run = Run(path)
-        self._runs[run.path] = run
-        with together.writing(run, self.steps, session.ranks, keep) as (partial, target):
-            checkpoint.write(session, partial, facts, {"user": state, "random": resume.random_state()})
-        return target
+        content = {"user": state, "random": resume.random_state()}
+        return self._saver.save(Path(path), self.steps, facts, content, keep, background)
+
+    def wait_for_save(self) -> None:
+        """Until a checkpoint that is written in the background is there; raises where it could not be written."""
+        self._saver.settle(warn=False)
+        if self._saver.failed:
+            raise DiskError(self._saver.failed)
 
     def load(self, path: str | Path) -> Any:
         """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
         model and the param groups are to be the same; budgets, layout, master and device may be others."""
         session = self._open()
+        self._saver.settle()
         session.meet(LOAD, self.steps)
         folder = together.find(path, session.ranks)
         groups = self.optimizer.param_groups
@@ -497,9 +506,7 @@ class Engine:
         """Gives all memory back. The module cannot be used afterwards."""
         if not self._closed:
             self._closed = True
-            ranks = self._session.ranks
-            for run in self._runs.values() if ranks is None or not ranks.rank else ():
-                run.remove_spare()
+            self._saver.close()
             self._session.close()
             retire(self.module)
             self._tiers.close_unused()

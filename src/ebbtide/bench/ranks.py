@@ -153,22 +153,23 @@ def _rates(seconds: Mapping[str, Sequence[float]], count: int) -> dict[str, Any]
 
 
 def _wire(ours: Ours) -> dict[str, Any]:
-    """How near the wire's best rate gathers of the engine's size come, each with an agreement before it."""
+    """How near the wire's best rate gathers of the engine's size come, and how often ranks agree before a collective."""
     session = ours.engine._session
     ranks = session.ranks
     assert ranks is not None
     largest = max(chunk.nbytes for chunk in session.store.chunks.values() if chunk.kind == "param")
-    before = ranks.sent
+    sent, agreements = ranks.sent, ranks.agreements
     ours.step()
     ours.engine.synchronize()
     return {
         "slice_bytes": largest,
-        "sent_bytes_per_step": ranks.sent - before,
-        "gather_share": _gather_rate(ranks, largest, True) / _gather_rate(ranks, SATURATING, False),
+        "sent_bytes_per_step": ranks.sent - sent,
+        "agreements_per_step": ranks.agreements - agreements,
+        "gather_share": _gather_rate(ranks, largest) / _gather_rate(ranks, SATURATING),
     }
 
 
-def _gather_rate(ranks: Ranks, each: int, agreeing: bool, rounds: int = 9) -> float:
+def _gather_rate(ranks: Ranks, each: int, rounds: int = 9) -> float:
     """Bytes a second that a rank sends in one gather after the other of slices of so many bytes."""
     mine = torch.zeros(each, dtype=torch.uint8)
     whole = torch.zeros(each * ranks.size, dtype=torch.uint8)
@@ -178,8 +179,6 @@ def _gather_rate(ranks: Ranks, each: int, agreeing: bool, rounds: int = 9) -> fl
         dist.barrier()
         start = time.perf_counter()
         for _ in range(count):
-            if agreeing:
-                ranks.numbers((0, 0, 0, 0, 0))
             ranks.gather(whole, mine).wait()
         seconds.append(time.perf_counter() - start)
     return count * each * (ranks.size - 1) / statistics.median(seconds)

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from ebbtide.errors import BudgetError, IntegrityError
 from ebbtide.units import format_size
 
+SNAPSHOT = "snapshot"
+"""The tag of what is copied so that it can be written later."""
+
 
 class Ledger:
     def __init__(self, budgets: Mapping[str, int]) -> None:
@@ -20,6 +23,7 @@ class Ledger:
         self.level = dict.fromkeys(budgets, 0)
         self._expected = dict.fromkeys(budgets, 0)
         self.peak = dict.fromkeys(budgets, 0)
+        self._needed = dict.fromkeys(budgets, 0)
         self.tags: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
         self.tag_peaks: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
 
@@ -42,7 +46,7 @@ class Ledger:
         tags = self.tags[tier]
         tags[tag] += count
         self.tag_peaks[tier][tag] = max(self.tag_peaks[tier][tag], tags[tag])
-        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + self._expected[tier])
+        self._look(tier)
 
     def release(self, tier: str, tag: str, count: int) -> None:
         if self.tags[tier][tag] < count:
@@ -51,6 +55,15 @@ class Ledger:
             )
         self.reserved[tier] -= count
         self.tags[tier][tag] -= count
+
+    def spare(self, tier: str) -> int:
+        """Bytes that nothing has needed so far, but snapshots."""
+        return self.budgets[tier] - self._needed[tier]
+
+    def _look(self, tier: str) -> None:
+        now = self.reserved[tier] + self._expected[tier]
+        self.peak[tier] = max(self.peak[tier], now)
+        self._needed[tier] = max(self._needed[tier], now - self.tags[tier][SNAPSHOT])
 
     def count_anew(self) -> None:
         """Peaks are those from now on."""
@@ -61,7 +74,7 @@ class Ledger:
         """A guess keeps room free, but is no use of the tier: it does not count in the peak."""
         self.level[tier] = count
         self._expected[tier] = 0 if guess else count
-        self.peak[tier] = max(self.peak[tier], self.reserved[tier] + self._expected[tier])
+        self._look(tier)
 
     def describe(self, tier: str) -> str:
         held = {tag: count for tag, count in self.tags[tier].items() if count}

@@ -1,12 +1,13 @@
 """Gathers that ranks need not agree on any more, for they did the same the last two times.
 
-Between two things that ranks agree on they gather chunks, mostly the same ones in each step. All ranks have seen the
-same agreements and taken part in the same gathers, so all know the same of what follows: what did so twice is
+Between two things that ranks agree on in a pass they gather chunks, mostly the same ones in each step. All ranks have
+seen the same agreements and taken part in the same gathers, so all know the same of what follows: what did so twice is
 promised, and done without asking. A rank that wants something else first does what it has promised, for the others
-count on it.
+count on it. With each agreement ranks say how much of what was promised they had a use for, and the rest is not
+promised again.
 
-Nothing is promised beyond the end of a pass or of an update: a rank that is behind would give values that it has yet to
-change.
+Note [within a pass]: nothing is promised beyond it. Values change between passes, and a rank that has yet to change them
+would give old ones to those that are ahead of it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Key = tuple[int, int, int]
-"""(how many agreements since the step began, what was agreed on, its subject)."""
+"""(how many agreements since the pass began, what was agreed on, its subject)."""
+MOST = 100_000
+"""Keys; passes that are never alike would fill the memory."""
 
 
 class Ahead:
     def __init__(self) -> None:
         self._count = 0
         self._key: Key | None = None
-        """None: nothing is promised until the next agreement."""
+        """None: no pass is under way."""
+        self._promise: Sequence[int] = ()
+        self._done = 0
+        """Of what is promised."""
+        self.wanted = 0
+        """How far this rank had a use for it."""
         self._run: list[int] = []
         """Chunks that all ranks gathered since the last agreement on something else."""
         self._last: dict[Key, Sequence[int]] = {}
@@ -32,27 +40,62 @@ class Ahead:
     @property
     def promised(self) -> int | None:
         """The chunk that all ranks gather next, whatever they want."""
-        run = self._twice.get(self._key, ()) if self._key is not None else ()
-        return run[len(self._run)] if len(self._run) < len(run) else None
+        return self._promise[self._done] if self._done < len(self._promise) else None
+
+    def kept(self, wanted: bool) -> None:
+        """What was promised next is done; whether this rank has a use for it."""
+        self._run.append(self._promise[self._done])
+        self._done += 1
+        if wanted:
+            self.wanted = self._done
+
+    def heard(self, wanted: int) -> None:
+        """Ranks agree on something: how far any of them had a use for what was promised."""
+        self._run[wanted : self._done] = ()
+        self._promise, self._done, self.wanted = (), 0, 0
 
     def gathered(self, index: int) -> None:
-        """All ranks did, together."""
-        self._run.append(index)
+        """By all ranks, as they agreed."""
+        if self._key is not None:
+            self._run.append(index)
 
-    def agreed(self, deed: int, subject: int, step: bool) -> None:
-        """On something else. `step`: another step begins."""
+    def agreed(self, deed: int, subject: int) -> None:
+        """On something else than a gather for all."""
+        if self._key is None:
+            return
+        self._learn()
+        self._count += 1
+        self._open((self._count, deed, subject))
+
+    def begin(self) -> None:
+        """All ranks have begun a pass."""
+        self._count = 0
+        self._open((0, 0, 0))
+
+    def end(self) -> None:
+        """The pass is over for all ranks."""
+        if self._key is not None:
+            self._learn()
         self.stop()
-        self._count = 0 if step else self._count + 1
-        self._key = (self._count, deed, 0 if step else subject)
 
     def stop(self) -> None:
-        """What follows is of another pass."""
-        if self._key is not None:
-            last = self._last.get(self._key)
-            if last is not None:
-                self._twice[self._key] = _common(last, self._run)
-            self._last[self._key] = self._run
+        """What was under way is given up."""
         self._key, self._run = None, []
+        self.heard(0)
+
+    def _open(self, key: Key) -> None:
+        self._key, self._run = key, []
+        self._promise = self._twice.get(key, ())
+
+    def _learn(self) -> None:
+        assert self._key is not None
+        if len(self._last) > MOST:
+            self._last.clear()
+            self._twice.clear()
+        last = self._last.get(self._key)
+        if last is not None:
+            self._twice[self._key] = _common(last, self._run)
+        self._last[self._key] = self._run
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:

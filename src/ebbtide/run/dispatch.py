@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from ebbtide.errors import UnsupportedError
 from ebbtide.run.mixtures import Layer
 from ebbtide.run.sharing import Sharing
+
+THERE, BACK, GRADIENTS = 1, 2, 4
+"""Of a layer's exchanges, which one it is: ranks that are at different ones say so."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Dispatcher:
         """Choices of all ranks that went to no expert: it was full."""
         self.sent = 0
         """Bytes of rows that this rank sent to others."""
+        self._before = layer.module.__dict__.get("forward")
         layer.module.forward = self.forward
 
     def facts(self) -> dict[str, Any]:
@@ -89,6 +95,8 @@ class Dispatcher:
 
     def remove(self) -> None:
         self.layer.module.__dict__.pop("forward", None)
+        if self._before is not None:
+            self.layer.module.forward = self._before
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         layer = self.layer
@@ -102,12 +110,12 @@ class Dispatcher:
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         size = float(self._ranks.size)
         # Each index once, so that gradients are added in one order.
-        every = rows.unsqueeze(1).expand(-1, choices, -1).reshape(len(flat), -1)
-        arrived = _Exchange.apply(every.index_select(0, order), anchor, self._go, way, size)
+        every = rows.unsqueeze(1).expand(-1, choices, -1).reshape(len(flat), rows.shape[1])
+        arrived = _Exchange.apply(every.index_select(0, order), anchor, partial(self._go, THERE), way, size)
         made = self._run(arrived, came[:, self.here.start : self.here.stop])
-        answers = _Exchange.apply(made, anchor, self._go, way.back, 1.0 / size)
+        answers = _Exchange.apply(made, anchor, partial(self._go, BACK), way.back, 1.0 / size)
         placed = answers.new_zeros(len(flat), answers.shape[1]).index_copy(0, order, answers)
-        weighed = placed.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+        weighed = placed.view(*chosen.shape, rows.shape[1]) * weights.unsqueeze(-1)
         return weighed.to(rows.dtype).sum(1)
 
     def _run(self, rows: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
@@ -115,23 +123,30 @@ class Dispatcher:
         experts = torch.tensor(list(self.here)).repeat(self._ranks.size).repeat_interleave(came.reshape(-1))
         if not len(rows):
             return _Tie.apply(torch.zeros_like(rows), rows)
-        return self.layer.adapter.run(self.layer.module, rows, experts.to(rows.device), self.here)
+        made = self.layer.adapter.run(self.layer.module, rows, experts.to(rows.device), self.here)
+        if made.shape != rows.shape:
+            raise UnsupportedError(
+                f"{self.layer.name}: experts are expected to make rows of {tuple(rows.shape)} of such rows, found "
+                f'{tuple(made.shape)}; set experts = "gathered"'
+            )
+        return made.to(rows.dtype)
 
     def _loads(self, mine: torch.Tensor, choices: int) -> torch.Tensor:
         """Rows of each rank for each expert."""
         load = mine.tolist()
         with self._lock:
-            rows = self._sharing.loads(self._number, (choices - sum(load), *load))
+            rows = self._sharing.loads(10 * self._number, (choices - sum(load), *load))
         found = torch.tensor([row[1:] for row in rows])
         if torch._C._current_graph_task_id() < 0:  # else a checkpoint computes it again
             self.dropped += sum(row[0] for row in rows)
             self.load = [had + count for had, count in zip(self.load, found.sum(0).tolist(), strict=True)]
         return found
 
-    def _go(self, rows: torch.Tensor, way: _Way) -> torch.Tensor:
+    def _go(self, phase: int, rows: torch.Tensor, way: _Way) -> torch.Tensor:
         """Rows of other ranks for these."""
+        exchange = 10 * self._number + phase + (GRADIENTS if torch._C._current_graph_task_id() >= 0 else 0)
         rows = rows.contiguous()
         found = rows.new_empty((sum(way.received), rows.shape[1]))
         with self._lock:
-            self.sent += self._sharing.swap(self._number, found, rows, way.received, way.sent)
+            self.sent += self._sharing.swap(exchange, found, rows, way.received, way.sent)
         return found

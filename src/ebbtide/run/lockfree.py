@@ -120,6 +120,7 @@ class LockFree:
     def begin_pass(self) -> None:
         """A training pass is about to start: no chunk's values are older than the bound says."""
         if not self._order:
+            self._forget_gathered(refill=True)
             return
         self.tick()
         self._take_over_between()
@@ -127,7 +128,7 @@ class LockFree:
         if late:
             self.waits += 1
             self._wait(lambda: all(self._staleness(i) <= self.max_staleness for i in late), late)
-        self._forget_gathered()
+        self._forget_gathered(refill=True)
         found = [self._staleness(i) for i in self._order]
         self.staleness_max = max(self.staleness_max, *found)
         self._staleness_sum += sum(found)
@@ -141,9 +142,12 @@ class LockFree:
                 self._take_over_between()
             self._forget_gathered()
 
-    def _forget_gathered(self) -> None:
-        for index in self._order if self._shared else ():
+    def _forget_gathered(self, refill: bool = False) -> None:
+        """`refill`: what is pinned, on all ranks alike, is gathered again."""
+        for index in self.progress if self._shared else ():
             self.places.forget(index)
+            if refill:
+                self.places.refresh(index)
 
     def _staleness(self, index: int) -> int:
         progress = self.progress[index]

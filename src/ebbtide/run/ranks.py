@@ -38,7 +38,7 @@ WISHES = {
     BEGIN: "begins a forward pass, micro-batch",
     FORWARD: "ends a forward pass, micro-batch",
     DONE: "ends an update, step",
-    TOKENS: "exchanges tokens with the experts of layer",
+    TOKENS: "exchanges tokens with experts (ten times the layer, and which exchange):",
 }
 
 
@@ -62,6 +62,8 @@ class Wish(NamedTuple):
     """How many passes it has begun, and steps it has ended."""
     check: int = 0
     """Equal where ranks know the same of what they want."""
+    used: int = 0
+    """How far it had a use for gathers that were promised."""
 
     def __str__(self) -> str:
         return f"{WISHES[self.deed]} {self.subject} (round {self.round})"
@@ -89,14 +91,21 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
         """Bytes that this rank sent in collectives."""
+        self.agreements = 0
         self.control, self._engine = _control_of(group)
         """Carries no data, and needs no GPU."""
-        self._patience = _timeout_of(group)
+        self._timeout = _timeout_of(group)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that others are waited for."""
+        return (self._timeout or dist.default_pg_timeout).total_seconds()
 
     # -- agreeing -------------------------------------------------------------------------------------
 
     def agree(self, wish: Wish) -> list[Wish]:
         """What each rank wants, by rank."""
+        self.agreements += 1
         found = self.numbers((self._engine, *wish))
         if any(row[0] != self._engine for row in found):
             raise StateError(
@@ -172,10 +181,10 @@ class Ranks:
     def wait(self, work: Any) -> None:
         """On a CPU not longer than the group's timeout: some of gloo's operations know none, and wait for ever where a
         link is cut without a word. On a machine with GPUs that is the watchdog's."""
-        if self._patience is None:
+        if self._timeout is None:
             work.wait()
         else:
-            work.wait(self._patience)
+            work.wait(self._timeout)
 
     def _p2p(self, deed: Any, memory: torch.Tensor, rank: int) -> Any:
         return dist.P2POp(deed, memory, group=self.group, group_peer=rank)

@@ -81,6 +81,12 @@ class Session:
         """Layers whose experts cannot be spread, and why."""
         if slicing.shared and config.experts == "spread":
             layers, self.gathered_experts = find_layers(module, {s.name: s for s in specs}, slicing.ranks)
+        if config.updates == "in-backward":
+            # All ranks stop at a gradient that is not finite, so experts' would all have to wait for the end.
+            self.gathered_experts |= dict.fromkeys(
+                (layer.name for layer in layers), "updates are in backward"
+            )
+            layers = []
         banks = [layer.bank for layer in layers]
         self.layout = build_spread_layout(specs, banks, config.layout, size, slicing.ranks)
         self.store = ChunkStore(self.layout, backend, ledger, disk, slicing)
@@ -115,8 +121,8 @@ class Session:
         carried = HostModules(choice.hosted.values(), backend.device, self.store.traffic.moved)
         for handle in carried.handles:
             self.interceptor.keep(handle)
-        self.dispatchers = self._dispatch(layers)
         self._plan_by(config)
+        self.dispatchers = self._dispatch(layers)
         self.symbolic_note = ""
         self.micro = 0
         """Backward passes since the last update."""

@@ -83,8 +83,6 @@ class SharedGradients:
         self._sharing.end(sorted({self._data.places[member].chunk for member in self._passed}))
         if self._experts:
             self._hear_of_experts()
-            if self._updates.in_backward:
-                self._apply_experts()
 
     def _hear_of_experts(self) -> None:
         """A tensor that has several ranks' experts gets zeros where those of one had no tokens."""
@@ -101,14 +99,6 @@ class SharedGradients:
                 like = data.parameters[member]
                 zeros = torch.empty_strided(view.shape, view.stride, dtype=like.dtype, device=like.device)
                 self._hold(member, zeros.zero_())
-
-    def _apply_experts(self) -> None:
-        updates = self._updates
-        mine = [member for member in sorted(self.everywhere) if updates.arrived[member]]
-        self._refuse_nonfinite(mine)
-        for index in sorted({self._data.places[member].chunk for member in mine}):
-            updates.apply_chunk(index)
-        self.count_others()
 
     def updated(self, index: int) -> bool:
         """Whether some rank updates experts of the chunk: all go through the same moments."""

@@ -29,7 +29,7 @@ from ebbtide.plan.shape import GRAD, WHOLE, WHOLE_GRAD
 from ebbtide.run.ahead import Ahead
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import END, FORWARD, GATHER, REDUCE, STEP, TOKENS, VALUES, Pending, Ranks, Wish
+from ebbtide.run.ranks import BEGIN, END, FORWARD, GATHER, REDUCE, TOKENS, VALUES, Pending, Ranks, Wish
 from ebbtide.run.unmanaged import Unmanaged
 
 TAG = "exchange"
@@ -117,8 +117,8 @@ class Sharing:
     def turn(self) -> None:
         """A training pass begins, or a step's updates have all been given out."""
         while (promised := self._ahead.promised) is not None:
-            self._ahead.gathered(promised)
             self._take_part(promised)
+            self._ahead.kept(False)
         self._ahead.stop()
         self._round += 1
 
@@ -156,16 +156,21 @@ class Sharing:
         while self._serve(Wish(deed, subject, self._round)) != (deed, subject):
             continue
 
-    def loads(self, layer: int, mine: Sequence[int]) -> list[list[int]]:
+    def loads(self, exchange: int, mine: Sequence[int]) -> list[list[int]]:
         """How many rows each rank has for which expert."""
-        self.meet(TOKENS, layer)
+        self.meet(TOKENS, exchange)
         return self.ranks.numbers(mine)
 
     def swap(
-        self, layer: int, received: torch.Tensor, rows: torch.Tensor, came: Sequence[int], sent: Sequence[int]
+        self,
+        exchange: int,
+        received: torch.Tensor,
+        rows: torch.Tensor,
+        came: Sequence[int],
+        sent: Sequence[int],
     ) -> int:
         """Rows go to their experts, or come back: how many from and to each rank. Bytes that were sent to others."""
-        self.meet(TOKENS, layer)
+        self.meet(TOKENS, exchange)
         count = self.ranks.swap(received, rows, came, sent)
         self._store.traffic.moved[WIRE] += count
         return count
@@ -173,13 +178,15 @@ class Sharing:
     def _serve(self, wish: Wish) -> tuple[int, int] | None:
         """One thing that all ranks do together, by what they want; None where that is nothing."""
         if (promised := self._ahead.promised) is not None:
-            self._ahead.gathered(promised)
-            if wish[:2] == (GATHER, promised):
+            wanted = wish[:2] == (GATHER, promised)
+            if wanted:
                 self._gather(promised, range(self.ranks.size))
             else:
                 self._take_part(promised)
+            self._ahead.kept(wanted)
             return GATHER, promised
-        wishes = self.ranks.agree(wish)
+        wishes = self.ranks.agree(wish._replace(used=self._ahead.wanted))
+        self._ahead.heard(max(one.used for one in wishes))
         # Who is behind goes first: it may still have to update what the others want.
         gathers = sorted((one.round, one.subject) for one in wishes if one.deed == GATHER)
         if gathers:
@@ -188,13 +195,18 @@ class Sharing:
             if len(wanting) == self.ranks.size:
                 self._ahead.gathered(index)
             else:
-                self._ahead.agreed(GATHER, index, step=False)
+                self._ahead.agreed(GATHER, index)
             self._gather(index, wanting)
             return GATHER, index
-        self._ahead.agreed(wishes[0].deed, wishes[0].subject, step=wishes[0].deed == STEP)
         deeds = {one.deed for one in wishes}
+        if deeds == {BEGIN}:
+            self._ahead.begin()
+        elif deeds == {END}:
+            self._ahead.end()
+        else:
+            self._ahead.agreed(wishes[0].deed, wishes[0].subject if wishes[0].deed in (REDUCE, TOKENS) else 0)
         if FORWARD in deeds and len(deeds) > 1:  # somebody ran forward twice
-            return wish[:2] if wish.deed == FORWARD else None
+            return wish[:2] if wish.deed == FORWARD else (FORWARD, -1)
         waits = REDUCE in deeds and deeds <= {REDUCE, TOKENS, END}
         if len({one.round for one in wishes}) > 1 or (len(deeds) > 1 and not waits):
             said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))
@@ -215,6 +227,7 @@ class Sharing:
     def _take_part(self, index: int) -> None:
         """In a gather that was promised, and that this rank has no use for."""
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
+        self._data.notice_writes(index)
         with self._places.placed(source, "device"):
             assert source.device is not None
             self.ranks.gather(self._received.take(whole.nbytes), source.device).wait()
@@ -223,6 +236,7 @@ class Sharing:
     def _gather(self, index: int, wanting: Sequence[int]) -> None:
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
         ranks, room = self.ranks, self._places.room
+        self._data.notice_writes(index)
         with self._places.placed(source, "device"):
             mine = source.device
             assert mine is not None

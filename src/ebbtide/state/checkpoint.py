@@ -46,14 +46,17 @@ from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
 from ebbtide.state.index import read_index
 from ebbtide.state.parts import BUFFERS, WEIGHTS, Part, parts_of
-from ebbtide.state.shards import LENT, PIECE, ShardReader, ShardWriter
+from ebbtide.state.shards import LENT, PIECE, ShardReader, ShardWriter, Snapshot
 
 FACTS, STATE = "facts", "state"
 
 
-def write(session: Session, folder: Path, facts: Mapping[str, Any], state: Any) -> None:
+def write(
+    session: Session, folder: Path, facts: Mapping[str, Any], state: Any, snapshot: Snapshot | None = None
+) -> None:
     """`facts`: plain data of the engine's; `state`: the user's, whatever `torch.save` takes and gives back safely. Ranks
-    that share the chunks write together, each what it has; the first one also what is common."""
+    that share the chunks write together, each what it has; the first one also what is common. `snapshot`: has a copy
+    of what is to be written later."""
     ranks = session.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     with all_or_none(ranks):
@@ -68,7 +71,7 @@ def write(session: Session, folder: Path, facts: Mapping[str, Any], state: Any) 
     with _errors_as_raised():
         write_distributed(
             {},
-            storage_writer=ShardWriter(folder, rank=rank),
+            storage_writer=ShardWriter(folder, rank=rank, snapshot=snapshot),
             planner=_Writing(mine, contents),
             process_group=None if ranks is None else ranks.control,
             no_dist=ranks is None,

@@ -85,6 +85,7 @@ class Run:
                 os.rename(self.path / SPARE, partial)
             except OSError:
                 partial.mkdir()
+            (partial / INDEX).unlink(missing_ok=True)
             lock = os.open(partial, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return partial, lock
@@ -131,7 +132,7 @@ class Run:
 
     def remove_spare(self) -> None:
         _spares.discard(self.path / SPARE)
-        shutil.rmtree(self.path / SPARE, ignore_errors=True)
+        _remove_spare(self.path / SPARE)
 
 
 _spares: set[Path] = set()
@@ -141,7 +142,15 @@ _spares: set[Path] = set()
 @atexit.register
 def _remove_spares() -> None:
     for spare in _spares:
-        shutil.rmtree(spare, ignore_errors=True)
+        _remove_spare(spare)
+
+
+def _remove_spare(spare: Path) -> None:
+    """Another process may be about to write into it: whoever gives it another name first has it."""
+    gone = spare.parent / f".partial-{secrets.token_hex(6)}"
+    with suppress(OSError):
+        os.rename(spare, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 _removals: list[threading.Thread] = []

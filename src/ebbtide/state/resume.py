@@ -22,9 +22,11 @@ Groups = Sequence[dict[str, Any]]
 
 def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps: int) -> dict[str, Any]:
     """As JSON takes it."""
-    updates, data = session.updates, session.data
+    updates, data, ranks = session.updates, session.data, session.ranks
+    apart = session.lock_free is not None and ranks is not None
     return {
         "steps": steps,
+        "rank_counts": ranks.objects(list(updates.steps.counts)) if apart and ranks is not None else None,
         "counts": dict(zip(data.names, updates.steps.counts, strict=True)) | session.unmanaged.steps,
         "groups": [_group(session, group) for group in groups],
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -64,7 +66,7 @@ def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
 def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: Mapping[str, Any]) -> int:
     """Takes the facts over, and returns the number of steps."""
     counts = facts["counts"]
-    session.updates.steps.counts[:] = [counts[name] for name in session.data.names]
+    session.updates.steps.counts[:] = _counts_of(session, facts)
     session.unmanaged.steps.update({name: counts[name] for name in session.unmanaged.steps})
     for group, saved in zip(groups, facts["groups"], strict=True):
         for key, value in saved["settings"].items():
@@ -75,6 +77,17 @@ def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: 
         for plain in facts["traces"]:
             session.traces.recall(Record.from_plain(plain))
     return int(facts["steps"])
+
+
+def _counts_of(session: Session, facts: Mapping[str, Any]) -> list[int]:
+    """Of each parameter, how often it was updated. Lock-free, ranks do that each in its own time: what they had is
+    theirs again where they are as many."""
+    names, ranks, apart = session.data.names, session.ranks, facts.get("rank_counts")
+    if apart and facts["managed"] == names:
+        if ranks is not None and len(apart) == ranks.size:
+            return list(apart[ranks.rank])
+        return [max(counts) for counts in zip(*apart, strict=True)]
+    return [facts["counts"][name] for name in names]
 
 
 def random_state() -> dict[str, Any]:

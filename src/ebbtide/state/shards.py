@@ -13,9 +13,10 @@ import fcntl
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -105,8 +106,59 @@ class _File:
             fcntl.fcntl(self.number, fcntl.F_SETFL, flags & ~_DIRECT)
             return act(self.number, parts, offset + done)
 
+    def end(self, length: int) -> None:
+        """It has this length, and is on the disk."""
+        os.ftruncate(self.number, length)
+        os.fsync(self.number)
+
     def close(self) -> None:
         self._io.close(self.number)
+
+
+class Copy(NamedTuple):
+    """Memory for a piece, and where in the file it will be."""
+
+    memory: torch.Tensor
+    offset: int
+
+
+class Snapshot:
+    """What is copied now and written later: the first bytes of a rank's file, as many as there is room for."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self.nbytes = self._length = 0
+        self._memory: torch.Tensor | None = None
+        self._file: _File | None = None
+
+    def take(self, sizes: Sequence[int]) -> list[Copy]:
+        """Room for the first of these pieces; none for the others."""
+        places: list[tuple[int, int]] = []
+        for size in sizes:
+            if self.nbytes + round_up(size, BLOCK) > self._room:
+                break
+            places.append((self.nbytes, size))
+            self.nbytes += round_up(size, BLOCK)
+        memory = self._memory = map_memory(max(self.nbytes, BLOCK))
+        return [Copy(memory[at : at + size], at) for at, size in places]
+
+    def own(self, file: _File, length: int) -> None:
+        """The file in which the rest is already."""
+        self._file, self._length = file, length
+
+    def write(self) -> None:
+        assert self._file is not None and self._memory is not None
+        try:
+            for first in range(0, self.nbytes, PIECE):
+                self._file.write([self._memory[first : min(first + PIECE, self.nbytes)]], first)
+            self._file.end(self._length)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        file, self._file, self._memory = self._file, None, None
+        if file is not None:
+            file.close()
 
 
 @runtime_checkable
@@ -123,8 +175,16 @@ class Filling(Protocol):
 class ShardWriter(StorageWriter):
     """Into a folder that gets its name later."""
 
-    def __init__(self, folder: Path, system: SystemIO | None = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        system: SystemIO | None = None,
+        rank: int = 0,
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        """`snapshot`: takes what is to be written later."""
         self._folder, self._io, self._rank = folder, system or SystemIO(), rank
+        self._snapshot = snapshot
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A writer is used once."""
@@ -141,13 +201,23 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, Filling), f"expected a planner that fills buffers, found {planner}"
         name = f"rank-{self._rank:05d}.bin"
-        file = _File(self._folder / name, os.O_RDWR | os.O_CREAT, self._io)  # a spare's, perhaps
+        path = self._folder / name
+        with suppress(FileNotFoundError):  # of a spare, perhaps
+            if path.stat().st_nlink > 1:
+                path.unlink()  # somebody keeps its content under another name
+        file = _File(path, os.O_RDWR | os.O_CREAT, self._io)
+        later = self._snapshot
         try:
             results, length = self._write(plan, planner, file, name)
-            os.ftruncate(file.number, length)
-            os.fsync(file.number)
-        finally:
+            if later is None:
+                file.end(length)
+        except BaseException:
             file.close()
+            raise
+        if later is None:
+            file.close()
+        else:
+            later.own(file, length)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -165,8 +235,17 @@ class ShardWriter(StorageWriter):
                 for nbytes, one in zip(sizes, lent, strict=True)
             )
         )
-        with _Queue(file) as queue:
-            for item, nbytes, content in zip(plan.items, sizes, lent, strict=True):
+        copies = [] if self._snapshot is None else self._snapshot.take(sizes)
+        for item, content, copy in zip(plan.items, lent, copies, strict=False):
+            if content is not None:
+                copy.memory.copy_(content)
+            else:
+                planner.fill(item, copy.memory)
+            piece = Piece(name, copy.offset, copy.memory.numel(), checksum(copy.memory))
+            results.append(WriteResult(item.index, piece.nbytes, piece))
+        done = len(copies)
+        with _Queue(file, 0 if self._snapshot is None else self._snapshot.nbytes) as queue:
+            for item, nbytes, content in zip(plan.items[done:], sizes[done:], lent[done:], strict=True):
                 if content is not None:
                     offset = queue.lend(content)
                 else:
@@ -198,7 +277,7 @@ class _Queue:
     """A file's bytes, one after the other: through buffers, where small pieces share one and are written together; or
     from where they lie."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _File, offset: int) -> None:
         self._file = file
         self._stream = Stream("ebbtide-checkpoint")
         self._buffers = [map_memory(PIECE + BLOCK) for _ in range(BUFFERS)]
@@ -206,7 +285,7 @@ class _Queue:
         self._under_way: list[Event | None] = [None] * BUFFERS
         self._lent: list[Event | None] = [None] * BUFFERS
         self._turn = self._lend_turn = 0
-        self._used = self._offset = 0
+        self._used, self._offset = 0, offset
 
     @property
     def length(self) -> int:
@@ -391,4 +470,4 @@ def _reading(file: _File, memory: torch.Tensor, piece: Piece, folder: Path) -> A
     return read
 
 
-__all__ = ["LENT", "PIECE", "ShardReader", "ShardWriter"]
+__all__ = ["LENT", "PIECE", "ShardReader", "ShardWriter", "Snapshot"]

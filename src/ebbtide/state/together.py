@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ebbtide.errors import DiskError, EbbtideError
@@ -43,6 +43,23 @@ def writing(run: Run, step: int, ranks: Ranks | None, keep: int | None) -> Itera
             ranks.objects(error)
         raise
     ranks.objects(None)
+
+
+def begin(run: Run, step: int, ranks: Ranks | None) -> tuple[ExitStack, tuple[Path, Path]]:
+    """The same where the first rank ends it by itself: what it closes then is empty on the others."""
+    stack = ExitStack()
+    if ranks is not None and ranks.rank:
+        return stack, _told(ranks.objects(None))
+    said: object = None
+    try:
+        said = paths = stack.enter_context(run.writing(step))
+        return stack, paths
+    except EbbtideError as error:
+        said = error
+        raise
+    finally:
+        if ranks is not None:
+            ranks.objects(said)
 
 
 def _told(said: list[object]) -> tuple[Path, Path]:

@@ -1,0 +1,183 @@
+"""Checkpoints in the background: those of the moment that they were asked for, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ebbtide
+import zoo
+from ebbtide.errors import DiskError
+from ebbtide.state import shards
+from ebbtide.state.folders import Run
+from group import group_of
+from harness import batch_of, config_of
+from test_checkpoint import start, tiers, train
+
+
+class Gated(shards.SystemIO):
+    """Writes of large pieces wait at a gate, and fail behind it where that is wanted."""
+
+    def __init__(self, gate: threading.Event, fails: bool = False) -> None:
+        self._gate, self._fails = gate, fails
+
+    def pwritev(self, file: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "ebbtide-save":
+            assert self._gate.wait(60)
+            if self._fails:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return super().pwritev(file, buffers, offset)
+
+
+def gated(monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> threading.Event:
+    gate = threading.Event()
+    monkeypatch.setattr(shards, "SystemIO", lambda: Gated(gate, fails))
+    return gate
+
+
+def test_training_goes_on_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, wanted = start("gpt2", config_of()), start("gpt2", config_of())
+    losses = train(wanted, "gpt2", 0, 5)
+    found = train(engine, "gpt2", 0, 2)
+    old = engine.save(folder)
+    sha = engine.weights_sha256()
+    found += train(engine, "gpt2", 2, 3)
+    then = engine.weights_sha256()
+    gate = gated(monkeypatch)
+    coming = engine.save(folder, {"place": 3}, background=True)
+    found += train(engine, "gpt2", 3, 5)
+    assert Run(folder).complete() == [old] and Run(folder).latest() == old
+    assert engine.stats()["tags"]["device"]["snapshot"] > 0
+    gate.set()
+    engine.wait_for_save()
+    assert Run(folder).latest() == coming
+    assert found == losses and engine.weights_sha256() == wanted.weights_sha256()
+    engine.check_integrity()
+    assert engine._session.ledger.tags["device"]["snapshot"] == 0
+    assert engine.load(folder) == {"place": 3}
+    assert engine.weights_sha256() == then != sha
+    assert train(engine, "gpt2", 3, 5) == losses[3:]
+    engine.close()
+    wanted.close()
+
+
+@pytest.mark.parametrize("where", ["all", "host", "ssd-host", "ssd"])
+def test_wherever_values_are(where: str, folder: Path) -> None:
+    config = tiers("gpt2", where, folder / "ssd", config_of())
+    engine = start("gpt2", config)
+    train(engine, "gpt2", 0, 2)
+    sha = engine.weights_sha256()
+    for _ in range(2):
+        engine.save(folder / "run", keep=1, background=True)
+    losses = train(engine, "gpt2", 2, 4)
+    engine.wait_for_save()
+    engine.load(folder / "run")
+    assert engine.weights_sha256() == sha
+    assert train(engine, "gpt2", 2, 4) == losses
+    engine.check_integrity()
+    engine.close()
+
+
+def test_what_has_no_room_is_written_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiers("gpt2", "host", folder, config_of())
+    engine = start("gpt2", config)
+    train(engine, "gpt2", 0, 2)
+    ledger = engine._session.ledger
+    monkeypatch.setattr(ledger, "spare", lambda tier: 100_000)
+    engine.save(folder / "run", background=True)
+    assert 0 < ledger.tags["host"]["snapshot"] <= 100_000
+    sha = engine.weights_sha256()
+    train(engine, "gpt2", 2, 3)
+    engine.load(folder / "run")
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
+def test_close_waits_for_it(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    found = engine.save(folder, background=True)
+    engine.close()
+    assert Run(folder).latest() == found
+
+
+def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, the checkpoint before stays, and the next one can be written."""
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    old = engine.save(folder)
+    with monkeypatch.context() as patch:
+        gate = gated(patch, fails=True)
+        gate.set()
+        engine.save(folder, background=True)
+        with pytest.raises(DiskError, match="step 1 could not be written: No space left"):
+            engine.wait_for_save()
+        engine.save(folder, background=True)
+        with pytest.warns(UserWarning, match="No space left"):
+            while engine._saver._pending is not None:
+                train(engine, "gpt2", 1, 2)
+    assert Run(folder).complete() == [old] and len(list(folder.iterdir())) == 2
+    assert engine.save(folder, background=True).name == f"step-{engine.steps:08d}"
+    engine.wait_for_save()
+    assert Run(folder).latest() != old
+    engine.check_integrity()
+    engine.close()
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(folder: Path, fails: int | None) -> dict[str, Any]:
+    """`fails`: the rank whose disk is full."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    engine = ebbtide.initialize(zoo.build("gpt2"), config_of())
+    real = shards.SystemIO
+    try:
+
+        def steps(first: int, last: int) -> list[float]:
+            losses = []
+            for number in range(first, last):
+                loss = engine(**batch_of("gpt2", number * size + rank, torch.bfloat16, "cpu")).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss))
+            return losses
+
+        steps(0, 2)
+        engine.save(folder)
+        then = engine.weights_sha256()
+        if fails == rank:
+            gate = threading.Event()
+            gate.set()
+            shards.SystemIO = lambda: Gated(gate, True)  # type: ignore[misc, assignment]
+        engine.save(folder, background=True)
+        losses = steps(2, 4)
+        failed = ""
+        try:
+            engine.wait_for_save()
+        except DiskError as error:
+            failed = str(error)
+        shards.SystemIO = real  # type: ignore[misc]
+        dist.barrier()
+        latest = Run(folder).latest()
+        engine.load(folder)
+        assert engine.weights_sha256() == then
+        assert steps(2, 4) == losses
+        return {"latest": latest.name if latest else "", "failed": failed}
+    finally:
+        shards.SystemIO = real  # type: ignore[misc]
+        engine.close()
+
+
+@pytest.mark.parametrize("fails", [None, 0, 1])
+def test_ranks_write_in_the_background(fails: int | None, tmp_path: Path) -> None:
+    found = group_of(2).run(on_ranks, tmp_path, fails)
+    assert {rank["latest"] for rank in found} == {"step-00000002" if fails is not None else "step-00000002-1"}
+    assert bool(found[0]["failed"]) == (fails is not None)  # the first one gives the name, so it hears of it
+    assert not list(tmp_path.glob(".partial-*"))
