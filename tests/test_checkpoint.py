@@ -413,7 +413,7 @@ def test_bytes_come_from_buffers_and_from_where_they_lie(folder: Path) -> None:
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
     file = shards._File(folder / "file", os.O_RDWR | os.O_CREAT, shards.SystemIO())
     expected = []
-    with shards._Queue(file) as queue:
+    with shards._Queue(file, 0) as queue:
         for _ in range(40):
             first = draw.randrange(1 << 19)
             part = memory[first : first + draw.randrange(2 * BLOCK, 1 << 19)]

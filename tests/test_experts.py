@@ -150,9 +150,10 @@ def plain(**changes: Any) -> dict[str, Any]:
 # -- as one process -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in MODELS), ("switch", 4), ("mixtral", 4), ("one-sided", 4)]
-)
+FOUR = [pytest.param(name, 4, marks=pytest.mark.heavy) for name in MODELS if name != "mixtral"]
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("mixtral", 4), *FOUR])
 def test_the_model_is_that_of_one_process(name: str, size: int) -> None:
     alone = group_of(1).run(train, name, plain())[0]
     found = group_of(size).run(train, name, plain())

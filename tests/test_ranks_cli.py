@@ -68,18 +68,23 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-def test_ranks_share_a_batch_and_go_on_in_other_numbers(text: Path, tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_ranks_share_a_batch(text: Path) -> None:
     data = ["--data", str(text), "--json"]
     alone = result(torchrun(1, *data, "--steps", "4", "--precision", "fp32"))
     two = result(torchrun(2, *data, "--steps", "4", "--precision", "fp32"))
     assert two["losses"] == pytest.approx(alone["losses"], rel=1e-3)
     assert two["ranks"] == 2 and two["moved_bytes"]["wire"] > 0
 
+
+def test_ranks_go_on_in_other_numbers(text: Path, tmp_path: Path) -> None:
+    data = ["--data", str(text), "--json"]
     saved = [*data, "--save-every", "2", "--out", str(tmp_path / "run")]
     whole = result(torchrun(2, *data, "--steps", "6", "--eval-every", "3"))
     result(torchrun(2, *saved, "--steps", "4", "--eval-every", "3"))
     again = result(torchrun(2, *saved, "--steps", "6", "--eval-every", "3", "--resume", "auto"))
     assert again["weights_sha256"] == whole["weights_sha256"] and again["losses"] == whole["losses"]
+    assert again["ranks"] == 2 and again["moved_bytes"]["wire"] > 0
     fewer = result(torchrun(1, *saved, "--steps", "8", "--eval-every", "3", "--resume", "auto"))
     assert fewer["losses"][:6] == whole["losses"] and len(fewer["losses"]) == 8
     assert (tmp_path / "run" / "model.safetensors").exists()
