@@ -157,31 +157,30 @@ def _wire(ours: Ours) -> dict[str, Any]:
     session = ours.engine._session
     ranks = session.ranks
     assert ranks is not None
-    largest = max(chunk.nbytes for chunk in session.store.chunks.values() if chunk.kind == "param")
+    slices = [chunk.nbytes for chunk in session.store.chunks.values() if chunk.kind == "param"]
     sent, agreements = ranks.sent, ranks.agreements
     ours.step()
     ours.engine.synchronize()
     return {
-        "slice_bytes": largest,
+        "slice_bytes": statistics.median(slices),
         "sent_bytes_per_step": ranks.sent - sent,
         "agreements_per_step": ranks.agreements - agreements,
-        "gather_share": _gather_rate(ranks, largest) / _gather_rate(ranks, SATURATING),
+        "gather_share": _gather_rate(ranks, slices) / _gather_rate(ranks, [SATURATING]),
     }
 
 
-def _gather_rate(ranks: Ranks, each: int, rounds: int = 9) -> float:
-    """Bytes a second that a rank sends in one gather after the other of slices of so many bytes."""
-    mine = torch.zeros(each, dtype=torch.uint8)
-    whole = torch.zeros(each * ranks.size, dtype=torch.uint8)
-    count = max(1, SATURATING // each)
+def _gather_rate(ranks: Ranks, slices: Sequence[int], rounds: int = 9) -> float:
+    """Bytes a second that a rank sends in one gather after the other of such slices."""
+    mine = torch.zeros(max(slices), dtype=torch.uint8)
+    whole = torch.zeros(max(slices) * ranks.size, dtype=torch.uint8)
     seconds = []
     for _ in range(rounds):
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(count):
-            ranks.gather(whole, mine).wait()
+        for each in slices:
+            ranks.gather(whole[: each * ranks.size], mine[:each]).wait()
         seconds.append(time.perf_counter() - start)
-    return count * each * (ranks.size - 1) / statistics.median(seconds)
+    return sum(slices) * (ranks.size - 1) / statistics.median(seconds)
 
 
 class _Job(Protocol):
