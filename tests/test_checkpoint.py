@@ -19,7 +19,7 @@ import zoo
 from ebbtide.backend.slabs import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.errors import ConfigError, DiskError, IntegrityError, StateError
-from ebbtide.state import checkpoint, folders, shards
+from ebbtide.state import checkpoint, files, folders, shards
 from ebbtide.state.folders import Run
 from ebbtide.state.index import read_index
 from ebbtide.units import round_up
@@ -411,9 +411,9 @@ def test_bytes_come_from_buffers_and_from_where_they_lie(folder: Path) -> None:
     draw = random.Random(0)
     memory = map_memory(1 << 20)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
-    file = shards._File(folder / "file", os.O_RDWR | os.O_CREAT, shards.SystemIO())
+    file = files.File(folder / "file", os.O_RDWR | os.O_CREAT, shards.SystemIO())
     expected = []
-    with shards._Queue(file, 0) as queue:
+    with files.Queue(file, 0) as queue:
         for _ in range(40):
             first = draw.randrange(1 << 19)
             part = memory[first : first + draw.randrange(2 * BLOCK, 1 << 19)]

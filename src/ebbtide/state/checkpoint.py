@@ -44,9 +44,10 @@ from ebbtide.errors import ConfigError, nearest
 from ebbtide.run.model import dense
 from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
+from ebbtide.state.files import PIECE, Snapshot
 from ebbtide.state.index import read_index
 from ebbtide.state.parts import BUFFERS, WEIGHTS, Part, parts_of
-from ebbtide.state.shards import LENT, PIECE, ShardReader, ShardWriter, Snapshot
+from ebbtide.state.shards import LENT, ShardReader, ShardWriter
 
 FACTS, STATE = "facts", "state"
 

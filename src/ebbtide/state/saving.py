@@ -21,8 +21,8 @@ from ebbtide.errors import DiskError
 from ebbtide.memory.ledger import SNAPSHOT
 from ebbtide.run.session import Session
 from ebbtide.state import checkpoint, together
+from ebbtide.state.files import Snapshot
 from ebbtide.state.folders import Run, not_written, write_synced
-from ebbtide.state.shards import Snapshot
 
 LOOK = 0.05
 """Seconds between two looks for the other ranks' files."""

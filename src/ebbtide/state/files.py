@@ -1,0 +1,213 @@
+"""A rank's file of a checkpoint: written past the page cache, through buffers in turn or from where the bytes lie; or
+later, from a copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ebbtide.backend.base import Event, wait_for_all
+from ebbtide.backend.cpu import Stream
+from ebbtide.backend.slabs import map_memory
+from ebbtide.disk.extents import BLOCK
+from ebbtide.disk.files import SystemIO
+from ebbtide.disk.vectors import view
+from ebbtide.units import round_up
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+BUFFERS = 3
+PIECE = 32 << 20
+"""Bytes that are written at once, and checked at once: enough for any disk's full rate."""
+
+
+class File:
+    """Opened for direct transfers where the file system has them."""
+
+    def __init__(self, path: Path, flags: int, io: SystemIO) -> None:
+        self._io = io
+        try:
+            self.number = io.open(str(path), flags | _DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            self.number = io.open(str(path), flags)
+
+    def allocate(self, nbytes: int) -> None:
+        """What does not fit is found now; and blocks that a file has already are written faster."""
+        self._io.fallocate(self.number, nbytes)
+
+    def write(self, memory: Sequence[torch.Tensor], offset: int) -> None:
+        """All of it, one after the other."""
+        total, done = sum(one.numel() for one in memory), 0
+        while done < total:
+            done += self._move(self._io.pwritev, memory, done, offset)
+
+    def read(self, memory: torch.Tensor, offset: int) -> int:
+        """How many bytes there were."""
+        done = 0
+        while done < memory.numel():
+            count = self._move(self._io.preadv, [memory], done, offset)
+            if not count:
+                break
+            done += count
+        return done
+
+    def _move(
+        self, act: Callable[[int, Any, int], int], memory: Sequence[torch.Tensor], done: int, offset: int
+    ) -> int:
+        parts, skip = [], done
+        for one in memory:
+            if skip < one.numel():
+                parts.append(view(one.data_ptr() + skip, one.numel() - skip))
+            skip = max(0, skip - one.numel())
+        try:
+            return act(self.number, parts, offset + done)
+        except OSError as error:
+            # Some file systems take the flag and refuse the transfers; a short one leaves the rest off the blocks.
+            flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
+            if error.errno not in _NO_DIRECT or not flags & _DIRECT:
+                raise
+            fcntl.fcntl(self.number, fcntl.F_SETFL, flags & ~_DIRECT)
+            return act(self.number, parts, offset + done)
+
+    def end(self, length: int) -> None:
+        """It has this length, and is on the disk."""
+        os.ftruncate(self.number, length)
+        os.fsync(self.number)
+
+    def close(self) -> None:
+        self._io.close(self.number)
+
+
+class Copy(NamedTuple):
+    """Memory for a piece, and where in the file it will be."""
+
+    memory: torch.Tensor
+    offset: int
+
+
+class Snapshot:
+    """What is copied now and written later: the first bytes of a rank's file, as many as there is room for."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self.nbytes = self._length = 0
+        self._memory: torch.Tensor | None = None
+        self._file: File | None = None
+
+    def take(self, sizes: Sequence[int]) -> list[Copy]:
+        """Room for the first of these pieces; none for the others."""
+        places: list[tuple[int, int]] = []
+        for size in sizes:
+            if self.nbytes + round_up(size, BLOCK) > self._room:
+                break
+            places.append((self.nbytes, size))
+            self.nbytes += round_up(size, BLOCK)
+        memory = self._memory = map_memory(max(self.nbytes, BLOCK))
+        return [Copy(memory[at : at + size], at) for at, size in places]
+
+    def own(self, file: File, length: int) -> None:
+        """The file in which the rest is already."""
+        self._file, self._length = file, length
+
+    def write(self) -> None:
+        assert self._file is not None and self._memory is not None
+        try:
+            for first in range(0, self.nbytes, PIECE):
+                self._file.write([self._memory[first : min(first + PIECE, self.nbytes)]], first)
+            self._file.end(self._length)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        file, self._file, self._memory = self._file, None, None
+        if file is not None:
+            file.close()
+
+
+class Queue:
+    """A file's bytes, one after the other: through buffers, where small pieces share one and are written together; or
+    from where they lie."""
+
+    def __init__(self, file: File, offset: int) -> None:
+        self._file = file
+        self._stream = Stream("ebbtide-checkpoint")
+        self._buffers = [map_memory(PIECE + BLOCK) for _ in range(BUFFERS)]
+        self._edges = [map_memory(2 * BLOCK) for _ in range(BUFFERS)]
+        self._under_way: list[Event | None] = [None] * BUFFERS
+        self._lent: list[Event | None] = [None] * BUFFERS
+        self._turn = self._lend_turn = 0
+        self._used, self._offset = 0, offset
+
+    @property
+    def length(self) -> int:
+        """Of the file, when all of it is on its way."""
+        return self._offset
+
+    def take(self, count: int) -> tuple[torch.Tensor, int]:
+        """Memory for the next bytes, and where in the file they will be. It is full when the next is asked for."""
+        if self._used and self._used + count > self._buffers[self._turn].numel():
+            self._flush()
+        if count > self._buffers[self._turn].numel():
+            self._buffers[self._turn] = map_memory(count)
+        start, self._used = self._used, self._used + count
+        return self._buffers[self._turn][start : self._used], self._offset + start
+
+    def lend(self, memory: torch.Tensor) -> int:
+        """The next bytes lie in memory, and stay there; where in the file they will be. Their place agrees with their
+        address, so that all but the first and the last block is written from there."""
+        self._flush()
+        assert memory.numel() >= 2 * BLOCK
+        turn = self._lend_turn
+        if (event := self._lent[turn]) is not None:
+            event.wait()
+        ahead = memory.data_ptr() % BLOCK
+        place, end = self._offset + ahead, ahead + memory.numel()
+        head = -ahead % BLOCK
+        straight = (memory.numel() - head) // BLOCK * BLOCK
+        first, last = self._edges[turn].zero_().view(2, BLOCK)
+        first[ahead : ahead + head] = memory[:head]
+        last[: end % BLOCK] = memory[head + straight :]
+        parts = [memory[head : head + straight]]
+        parts = [*([first] if head else []), *parts, *([last] if end % BLOCK else [])]
+        self._lent[turn] = self._send(parts)
+        self._lend_turn = (turn + 1) % BUFFERS
+        return place
+
+    def _flush(self) -> None:
+        """Sends what is in the buffer on its way, and waits until the next one may be filled."""
+        if not self._used:
+            return
+        self._under_way[self._turn] = self._send([self._buffers[self._turn][: self._used]])
+        self._used = 0
+        self._turn = (self._turn + 1) % BUFFERS
+        if (event := self._under_way[self._turn]) is not None:
+            event.wait()
+
+    def _send(self, memory: list[torch.Tensor]) -> Event:
+        event = self._stream.submit(partial(self._file.write, memory, self._offset))
+        self._offset += sum(one.numel() for one in memory)
+        return event
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+            under_way = [event for event in (*self._under_way, *self._lent) if event is not None]
+            failed = wait_for_all(under_way)
+        finally:
+            self._stream.close()
+        if kind is None and failed is not None:
+            raise failed
