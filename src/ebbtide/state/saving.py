@@ -24,6 +24,8 @@ from ebbtide.state import checkpoint, together
 from ebbtide.state.files import Snapshot
 from ebbtide.state.folders import Run, not_written, write_synced
 
+OTHERS_END = 60.0
+"""Seconds that others have to end what they write, when it is in vain."""
 LOOK = 0.05
 """Seconds between two looks for the other ranks' files."""
 
@@ -124,7 +126,7 @@ class _Pending:
             if self._ranks is not None and self._ranks.rank:
                 write_synced(self._sign(self._ranks.rank, True), b"")
                 return
-            self._hear_others()
+            self._hear_others(0.0 if self._ranks is None else self._ranks.patience)
             self._stack.close()
             if self._keep is not None:
                 self._run.keep(self._keep)
@@ -137,16 +139,17 @@ class _Pending:
                     write_synced(self._sign(self._ranks.rank, False), str(self.error).encode())
                 return
             with suppress(Exception):
+                self._hear_others(OTHERS_END)  # what they still write would stay
+            with suppress(Exception):
                 self._stack.__exit__(type(error), error, error.__traceback__)
 
     def _sign(self, rank: int, good: bool) -> Path:
         return self._partial / f".{'written' if good else 'failed'}-{rank:05d}"
 
-    def _hear_others(self) -> None:
+    def _hear_others(self, seconds: float) -> None:
         """Until all of them have written, or one says that it cannot."""
-        ranks = self._ranks
-        waited = range(1, 1 if ranks is None else ranks.size)
-        until = time.monotonic() + (0.0 if ranks is None else ranks.patience)
+        waited = range(1, 1 if self._ranks is None else self._ranks.size)
+        until = time.monotonic() + seconds
         for rank in waited:
             while not self._sign(rank, True).exists():
                 if self._sign(rank, False).exists():
