@@ -101,9 +101,7 @@ def _drafts(bank: Bank, specs: Mapping[str, TensorSpec], unit: int, ranks: int) 
 def _joined(rest: Layout, drafts: Sequence[_Draft], specs: Mapping[str, TensorSpec]) -> Layout:
     """Chunks are numbered in the order of their first tensors, as they are without experts."""
     order = {name: position for position, name in enumerate(specs)}
-    ends: dict[str, int] = {}
-    for chunk in rest.chunks:
-        ends[chunk.dtype] = max(ends.get(chunk.dtype, 0), chunk.start + chunk.size)
+    ends = dict(rest.ends)
     found: list[tuple[int, Chunk, Mapping[str, int]]] = []
     for chunk in rest.chunks:
         names = rest.names_of(chunk.index)

@@ -121,7 +121,7 @@ class Layout:
     @cached_property
     def allocated(self) -> int:
         """Elements of space, padding included; for pages, whole pages."""
-        return sum(self._ends.values())
+        return sum(self.ends.values())
 
     @property
     def utilisation(self) -> float:
@@ -130,7 +130,7 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Space of the tensors in their own dtypes, padding included."""
-        return sum(end * ITEMSIZE[dtype] for dtype, end in self._ends.items())
+        return sum(end * ITEMSIZE[dtype] for dtype, end in self.ends.items())
 
     @property
     def page_count(self) -> int:
@@ -177,10 +177,10 @@ class Layout:
 
     @property
     def _unit_bytes(self) -> str:
-        return " or ".join(f"{format_size(self.unit * ITEMSIZE[dtype])} of {dtype}" for dtype in self._ends)
+        return " or ".join(f"{format_size(self.unit * ITEMSIZE[dtype])} of {dtype}" for dtype in self.ends)
 
     @cached_property
-    def _ends(self) -> dict[str, int]:
+    def ends(self) -> dict[str, int]:
         """Elements of space by dtype, in the order in which the dtypes first appear."""
         ends: dict[str, int] = {}
         for chunk in self.chunks:
@@ -192,7 +192,7 @@ class Layout:
     @cached_property
     def _first_pages(self) -> dict[str, int]:
         first, pages = {}, 0
-        for dtype, end in self._ends.items():
+        for dtype, end in self.ends.items():
             first[dtype] = pages
             pages += end // self.unit
         return first

@@ -329,13 +329,12 @@ def _joined(layouts: Sequence[Layout]) -> Layout:
     spans: dict[str, Span] = {}
     ends: dict[str, int] = {}
     for layout in layouts:
-        first, starts = len(chunks), dict(ends)
+        first = len(chunks)
         for chunk in layout.chunks:
-            start = starts.get(chunk.dtype, 0) + chunk.start
+            start = ends.get(chunk.dtype, 0) + chunk.start
             chunks.append(replace(chunk, index=first + chunk.index, start=start))
-            ends[chunk.dtype] = max(ends.get(chunk.dtype, 0), start + chunk.size)
-        if layout.cut == "page":
-            ends = {dtype: round_up(end, layout.unit) for dtype, end in ends.items()}
+        for dtype, end in layout.ends.items():
+            ends[dtype] = ends.get(dtype, 0) + end
         spans |= {name: replace(span, chunk=first + span.chunk) for name, span in layout.spans.items()}
     return Layout(layouts[0].cut, layouts[0].unit, tuple(chunks), spans)
 

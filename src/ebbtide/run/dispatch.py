@@ -72,6 +72,10 @@ class _Tie(torch.autograd.Function):
         return gradient, gradient.new_zeros(ctx.rows)
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
+
+
 class Dispatcher:
     """In place of a layer's forward."""
 
@@ -79,9 +83,9 @@ class Dispatcher:
         """`lock`: whoever holds it may move chunks."""
         self.layer = layer
         self._number, self._sharing, self._ranks, self._lock = number, sharing, sharing.ranks, lock
-        local = layer.count // self._ranks.size
+        local = layer.bank.count // self._ranks.size
         self.here = range(self._ranks.rank * local, (self._ranks.rank + 1) * local)
-        self.load = [0] * layer.count
+        self.load = [0] * layer.bank.count
         """By expert: rows of all ranks that it was given since the beginning."""
         self.dropped = 0
         """Choices of all ranks that went to no expert: it was full."""
@@ -104,7 +108,7 @@ class Dispatcher:
         choices = chosen.shape[1]
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-        came = self._loads(torch.bincount(flat[order], minlength=layer.count), len(flat))
+        came = self._loads(torch.bincount(flat[order], minlength=layer.bank.count), len(flat))
         out = came.view(self._ranks.size, self._ranks.size, len(self.here)).sum(2)
         way = _Way(out[self._ranks.rank].tolist(), out[:, self._ranks.rank].tolist())
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
@@ -137,14 +141,14 @@ class Dispatcher:
         with self._lock:
             rows = self._sharing.loads(10 * self._number, (choices - sum(load), *load))
         found = torch.tensor([row[1:] for row in rows])
-        if torch._C._current_graph_task_id() < 0:  # else a checkpoint computes it again
+        if not _in_backward():  # else a checkpoint computes it again
             self.dropped += sum(row[0] for row in rows)
             self.load = [had + count for had, count in zip(self.load, found.sum(0).tolist(), strict=True)]
         return found
 
     def _go(self, phase: int, rows: torch.Tensor, way: _Way) -> torch.Tensor:
         """Rows of other ranks for these."""
-        exchange = 10 * self._number + phase + (GRADIENTS if torch._C._current_graph_task_id() >= 0 else 0)
+        exchange = 10 * self._number + phase + (GRADIENTS if _in_backward() else 0)
         rows = rows.contiguous()
         found = rows.new_empty((sum(way.received), rows.shape[1]))
         with self._lock:

@@ -119,16 +119,17 @@ class LockFree:
 
     def begin_pass(self) -> None:
         """A training pass is about to start: no chunk's values are older than the bound says."""
-        if not self._order:
-            self._forget_gathered(refill=True)
-            return
+        if self._order:
+            self._keep_bound()
+        self._forget_gathered(refill=True)
+
+    def _keep_bound(self) -> None:
         self.tick()
         self._take_over_between()
         late = [i for i in self._order if self._staleness(i) > self.max_staleness]
         if late:
             self.waits += 1
             self._wait(lambda: all(self._staleness(i) <= self.max_staleness for i in late), late)
-        self._forget_gathered(refill=True)
         found = [self._staleness(i) for i in self._order]
         self.staleness_max = max(self.staleness_max, *found)
         self._staleness_sum += sum(found)

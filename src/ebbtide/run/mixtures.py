@@ -6,13 +6,14 @@ everything else: its chunks are gathered, and each rank computes all experts for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ebbtide.config import Config
 from ebbtide.layout import Bank, TensorSpec, odd_bank
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,7 +41,6 @@ class Layer:
     name: str
     module: nn.Module
     adapter: ExpertAdapter
-    count: int
     bank: Bank
     """With the model's names."""
 
@@ -110,21 +110,27 @@ def register_experts(layer: type, adapter: ExpertAdapter) -> None:
 
 
 def find_layers(
-    module: nn.Module, specs: Mapping[str, TensorSpec], ranks: int
+    module: nn.Module, specs: Sequence[TensorSpec], ranks: int, config: Config
 ) -> tuple[list[Layer], dict[str, str]]:
     """The layers whose experts the ranks can have among them, and by name why other known ones cannot be so."""
     found: list[Layer] = []
     odd: dict[str, str] = {}
+    if ranks < 2 or config.experts != "spread":
+        return found, odd
+    named = {spec.name: spec for spec in specs}
     for name, child in module.named_modules():
         adapter = _known.get(type(child)) or _known.get(type(child).__name__)
         if adapter is None:
             continue
         bank = _named(adapter.bank(child), name)
-        why = odd_bank(bank, specs, ranks)
+        why = odd_bank(bank, named, ranks)
+        if not why and config.updates == "in-backward":
+            # All ranks stop at a gradient that is not finite, so experts' would all have to wait for the end of it.
+            why = "updates are in backward"
         if why:
             odd[name] = why
         else:
-            found.append(Layer(name, child, adapter, bank.count, bank))
+            found.append(Layer(name, child, adapter, bank))
     return found, odd
 
 

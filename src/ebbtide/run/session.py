@@ -76,17 +76,8 @@ class Session:
         specs = specs_of(names, parameters, [choice.dtypes[n] for n in names])
         size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
         slicing = ALONE if ranks is None else Slicing(ranks.size, ranks.rank)
-        layers: list[Layer] = []
-        self.gathered_experts: dict[str, str] = {}
+        layers, self.gathered_experts = find_layers(module, specs, slicing.ranks, config)
         """Layers whose experts cannot be spread, and why."""
-        if slicing.shared and config.experts == "spread":
-            layers, self.gathered_experts = find_layers(module, {s.name: s for s in specs}, slicing.ranks)
-        if config.updates == "in-backward":
-            # All ranks stop at a gradient that is not finite, so experts' would all have to wait for the end.
-            self.gathered_experts |= dict.fromkeys(
-                (layer.name for layer in layers), "updates are in backward"
-            )
-            layers = []
         banks = [layer.bank for layer in layers]
         self.layout = build_spread_layout(specs, banks, config.layout, size, slicing.ranks)
         self.store = ChunkStore(self.layout, backend, ledger, disk, slicing)

@@ -116,9 +116,8 @@ class Sharing:
 
     def turn(self) -> None:
         """A training pass begins, or a step's updates have all been given out."""
-        while (promised := self._ahead.promised) is not None:
-            self._take_part(promised)
-            self._ahead.kept(False)
+        while self._keep_promise(None) is not None:
+            continue
         self._ahead.stop()
         self._round += 1
 
@@ -177,13 +176,7 @@ class Sharing:
 
     def _serve(self, wish: Wish) -> tuple[int, int] | None:
         """One thing that all ranks do together, by what they want; None where that is nothing."""
-        if (promised := self._ahead.promised) is not None:
-            wanted = wish[:2] == (GATHER, promised)
-            if wanted:
-                self._gather(promised, range(self.ranks.size))
-            else:
-                self._take_part(promised)
-            self._ahead.kept(wanted)
+        if (promised := self._keep_promise(wish)) is not None:
             return GATHER, promised
         wishes = self.ranks.agree(wish._replace(used=self._ahead.wanted))
         self._ahead.heard(max(one.used for one in wishes))
@@ -223,6 +216,19 @@ class Sharing:
             same = all(one.check == wish.check for one in wishes)
             self._reduce(wish.subject, self.arrived(wish.subject) if same else None)
         return wish.deed, wish.subject
+
+    def _keep_promise(self, wish: Wish | None) -> int | None:
+        """Gathers the chunk that was promised next, if there is one; it is not kept where it is not what is wanted."""
+        index = self._ahead.promised
+        if index is None:
+            return None
+        wanted = wish is not None and wish[:2] == (GATHER, index)
+        if wanted:
+            self._gather(index, range(self.ranks.size))
+        else:
+            self._take_part(index)
+        self._ahead.kept(wanted)
+        return index
 
     def _take_part(self, index: int) -> None:
         """In a gather that was promised, and that this rank has no use for."""

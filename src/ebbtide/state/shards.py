@@ -123,17 +123,16 @@ class ShardWriter(StorageWriter):
             )
         )
         copies = [] if self._snapshot is None else self._snapshot.take(sizes)
-        for item, content, copy in zip(plan.items, lent, copies, strict=False):
-            if content is not None:
-                copy.memory.copy_(content)
-            else:
-                planner.fill(item, copy.memory)
-            piece = Piece(name, copy.offset, copy.memory.numel(), checksum(copy.memory))
-            results.append(WriteResult(item.index, piece.nbytes, piece))
-        done = len(copies)
         with Queue(file, 0 if self._snapshot is None else self._snapshot.nbytes) as queue:
-            for item, nbytes, content in zip(plan.items[done:], sizes[done:], lent[done:], strict=True):
-                if content is not None:
+            for number, (item, nbytes, content) in enumerate(zip(plan.items, sizes, lent, strict=True)):
+                if number < len(copies):
+                    memory, offset = copies[number]
+                    if content is None:
+                        planner.fill(item, memory)
+                    else:
+                        memory.copy_(content)
+                    content = memory
+                elif content is not None:
                     offset = queue.lend(content)
                 else:
                     memory, offset = queue.take(round_up(nbytes, BLOCK))
@@ -278,4 +277,4 @@ def _reading(file: File, memory: torch.Tensor, piece: Piece, folder: Path) -> An
     return read
 
 
-__all__ = ["LENT", "PIECE", "ShardReader", "ShardWriter", "Snapshot"]
+__all__ = ["LENT", "ShardReader", "ShardWriter"]

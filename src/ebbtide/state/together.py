@@ -15,51 +15,43 @@ from ebbtide.state.folders import Run
 @contextmanager
 def writing(run: Run, step: int, ranks: Ranks | None, keep: int | None) -> Iterator[tuple[Path, Path]]:
     """(where to write, the name that it will have). What is raised within is raised on all ranks."""
-    if ranks is None:
-        with run.writing(step) as paths:
-            yield paths
-        if keep is not None:
-            run.keep(keep)
-        return
-    if ranks.rank:
-        paths = _told(ranks.objects(None))
+    stack, paths = begin(run, step, ranks)
+    if ranks is not None and ranks.rank:
         try:
             yield paths
         except OSError as error:
             raise folders.not_written(error, paths[0], step) from error
         _told(ranks.objects(None))
         return
-    told = False
+    written = False
     try:
-        with run.writing(step) as paths:
-            ranks.objects(paths)
-            told = True
+        with stack:
             yield paths
-            told = False
+            written = True
         if keep is not None:
             run.keep(keep)
     except EbbtideError as error:
-        if not told:
+        if written and ranks is not None:
             ranks.objects(error)
         raise
-    ranks.objects(None)
+    if ranks is not None:
+        ranks.objects(None)
 
 
 def begin(run: Run, step: int, ranks: Ranks | None) -> tuple[ExitStack, tuple[Path, Path]]:
-    """The same where the first rank ends it by itself: what it closes then is empty on the others."""
-    stack = ExitStack()
+    """The same, to be ended later: by the first rank, for what the others close is empty."""
     if ranks is not None and ranks.rank:
-        return stack, _told(ranks.objects(None))
-    said: object = None
-    try:
-        said = paths = stack.enter_context(run.writing(step))
-        return stack, paths
-    except EbbtideError as error:
-        said = error
-        raise
-    finally:
+        return ExitStack(), _told(ranks.objects(None))
+    with ExitStack() as stack:
+        try:
+            paths = stack.enter_context(run.writing(step))
+        except EbbtideError as error:
+            if ranks is not None:
+                ranks.objects(error)
+            raise
         if ranks is not None:
-            ranks.objects(said)
+            ranks.objects(paths)
+        return stack.pop_all(), paths
 
 
 def _told(said: list[object]) -> tuple[Path, Path]:
