@@ -1,8 +1,11 @@
 """The forecast against the machine: what was predicted and what was measured, side by side.
 
-The machine is measured once, at the start, and written to a file; the forecasts and the engine's own planner read that
-one file. Four budgets a model: everything on the device; optimizer state outside; parameters that spill, too; and RAM as
-one tier with nine tenths of the optimizer state on SSD.
+The machine is measured at the start, some minutes long, and written to a file; the forecasts and the engine's own
+planner read that one file. Each case is visited twice, with all others between: who else is on the machine slows some
+minutes, not the same ones.
+
+Four budgets a model: everything on the device; optimizer state outside; parameters that spill, too; and RAM as one tier
+with nine tenths of the optimizer state on SSD.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -30,9 +34,14 @@ from ebbtide.plan.machine import Machine
 LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)
 MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
 SEQUENCES = (256, 1024)
-WARM_UP = 3
-LASTING = 20.0
-"""Seconds that are measured at least: on a shared machine a few short steps in a row are all slow or all fast."""
+EXAMINATIONS, PAUSE = 3, 30.0
+"""How often the machine is measured, and seconds between."""
+VISITS, APART = 2, 0.1
+"""How often a case is measured; once more where its visits differ by more than this share."""
+WARM_UP = 5
+"""Steps until everything is where it belongs: two are traced, then what the first plan left on SSD is fetched."""
+LASTING = 10.0
+"""Seconds that a visit measures at least: a few short steps in a row are all slow or all fast."""
 BATCH = 1
 SLACK = 7 * 10**9 // 2
 """RAM that is left to the process itself: libraries, heap fragments, what operators use inside."""
@@ -62,29 +71,72 @@ def run(
     folder: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    report("measuring the machine")
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "machine.toml"
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            alone.submit(_examine, folder or Path(scratch), path).result()
+        disk, path = folder or Path(scratch), Path(scratch) / "machine.toml"
+        _measure_machine(disk, path, report)
         machine = Machine.read(path)
-        rows = []
-        for model in models:
-            forecaster = Forecaster(model, {"clip": 1.0})
-            for seq in seqs:
-                for case in _cases(forecaster, machine, model, seq):
-                    report(f"{case.model}, sequence {case.seq}, {case.name}")
-                    rows.append(_row(forecaster, machine, path, case, folder or Path(scratch), repeats))
-                    report(f"  predicted step / measured: {rows[-1]['step_ratio']:.3f}")
+        jobs = list(_jobs(models, seqs, machine))
+        visits: list[list[dict[str, Any]]] = [[] for _ in jobs]
+        for round in range(VISITS + 1):
+            for (case, forecaster, forecast), found in zip(jobs, visits, strict=True):
+                if round < VISITS or _apart(found):
+                    found.append(_visit(case, path, forecaster.config, disk, repeats))
+                    ratio = forecast.outlook.step_seconds / found[-1]["step_seconds"]
+                    report(
+                        f"{case.model}, sequence {case.seq}, {case.name}: predicted / measured {ratio:.3f}"
+                    )
+        rows = [_row(case, forecast, found) for (case, _, forecast), found in zip(jobs, visits, strict=True)]
     return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
 
 
-def _examine(folder: Path, path: Path) -> None:
-    """Writes what the machine reaches to `path`. The heap is kept, as it is where steps are measured: operators whose
-    results are faulted in anew each time are a third as fast."""
+def _measure_machine(folder: Path, path: Path, report: Callable[[str], None]) -> None:
+    """Writes what the machine reaches to `path`: the middle of some examinations."""
+    found = []
+    for number in range(EXAMINATIONS):
+        report(f"measuring the machine, {number + 1} of {EXAMINATIONS}")
+        time.sleep(PAUSE if number else 0)
+        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+            found.append(alone.submit(_examine, folder).result().to_dict())
+    middle = Machine.read(_middle(found))
+    path.write_text(machine_toml(middle, "Measured by the forecast's benchmark."), encoding="utf-8")
+
+
+def _examine(folder: Path) -> Machine:
+    """The heap is kept, as it is where steps are measured: operators whose results are faulted in anew each time are a
+    fifth as fast."""
     keep_freed_memory()
-    found = examine(folder)
-    path.write_text(machine_toml(found.machine, "Measured by the forecast's benchmark."), encoding="utf-8")
+    return examine(folder).machine
+
+
+def _middle(found: Sequence[Any]) -> Any:
+    """Of what is alike in all: numbers one by one, the points of curves by their place."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: _middle([one[key] for one in found]) for key in first}
+    if isinstance(first, (list, tuple)):
+        points: dict[float, list[float]] = defaultdict(list)
+        for x, y in (point for one in found for point in one):
+            points[x].append(y)
+        return [[x, statistics.median(points[x])] for x in sorted(points) if 2 * len(points[x]) > len(found)]
+    return statistics.median_high(found) if isinstance(first, (int, float)) else first
+
+
+def _apart(visits: Sequence[Mapping[str, Any]]) -> bool:
+    seconds = [found["step_seconds"] for found in visits]
+    return max(seconds) > (1 + APART) * min(seconds)
+
+
+def _jobs(
+    models: Sequence[str], seqs: Sequence[int], machine: Machine
+) -> Iterator[tuple[Case, Forecaster, Forecast]]:
+    for model in models:
+        forecaster = Forecaster(model, {"clip": 1.0})
+        for seq in seqs:
+            for case in _cases(forecaster, machine, model, seq):
+                forecast = _forecast(forecaster, machine, case)
+                if not forecast.outlook.fits:
+                    raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
+                yield case, forecaster, forecast
 
 
 def _cases(forecaster: Forecaster, machine: Machine, model: str, seq: int) -> Iterator[Case]:
@@ -109,16 +161,15 @@ def _forecast(forecaster: Forecaster, machine: Machine, case: Case) -> Forecast:
     return forecaster.answer(budgets, Workload(BATCH, case.seq), explain=False)
 
 
-def _row(
-    forecaster: Forecaster, machine: Machine, path: Path, case: Case, folder: Path, repeats: int
-) -> dict[str, Any]:
-    forecast = _forecast(forecaster, machine, case)
-    if not forecast.outlook.fits:
-        raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
-    # In a process of its own: what one engine leaves in the heap is not the next one's to bear.
+def _visit(case: Case, path: Path, config: Config, folder: Path, repeats: int) -> dict[str, Any]:
+    """In a process of its own: what one engine leaves in the heap is not the next one's to bear."""
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-        measured = alone.submit(_measured, case, path, forecaster.config, folder, repeats).result()
+        return alone.submit(_measured, case, path, config, folder, repeats).result()
+
+
+def _row(case: Case, forecast: Forecast, visits: Sequence[dict[str, Any]]) -> dict[str, Any]:
     predicted = _predicted(forecast)
+    measured = {name: statistics.median(found[name] for found in visits) for name in predicted}
     return {
         "model": case.model,
         "seq": case.seq,
@@ -128,6 +179,8 @@ def _row(
         "ssd_bytes": case.ssd,
         **{f"predicted_{name}": value for name, value in predicted.items()},
         **{f"measured_{name}": value for name, value in measured.items()},
+        "visits": [found["step_seconds"] for found in visits],
+        "steps": sum(found["steps"] for found in visits),
         "step_ratio": predicted["step_seconds"] / measured["step_seconds"],
         "moved_ratio": _ratio(predicted["moved_bytes"], measured["moved_bytes"]),
         "device_peak_ratio": _ratio(predicted["device_peak_bytes"], measured["device_peak_bytes"]),
