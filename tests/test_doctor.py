@@ -121,9 +121,17 @@ def test_operators_are_those_that_the_trace_counts() -> None:
     found = measurement.result()
     assert [x for x, _ in found.matmul] == sorted({x for x, _ in found.matmul})
     assert len(found.attention) == 2  # sequences of 64: forward and backward
-    assert found.launch > 0 and found.pointwise > 0 and found.drift >= 1
+    assert found.launch > 0 and found.pointwise > 0 and found.start >= 0 and found.drift >= 1
     kinds = {work.kind for probe in measurement._probes for work in probe.seconds}
     assert {MATMUL, ATTENTION} < kinds
+
+
+def test_a_line_through_blocks_of_different_sizes() -> None:
+    """Seconds an operator and bytes a second, from what blocks took that differ in both."""
+    blocks = [(n, count, 5e-5 * n + count / 2e10) for n, count in ((30, 10**7), (34, 8 * 10**7), (60, 10**9))]
+    assert operators._start(blocks) == pytest.approx(5e-5)
+    assert operators._start(blocks[:1]) == 0.0 and operators._start([]) == 0.0
+    assert operators._start([(30, 10**7, 1e-3), (30, 10**8, 2e-2)]) == 0.0  # the larger is the slower
 
 
 SYSTEM = System("a processor", (), 8, 8, 16 << 30, 16 << 30, 15 << 30, 0, 1, "madvise", "passive", 0.1)

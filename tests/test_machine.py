@@ -228,6 +228,9 @@ def test_seconds() -> None:
     assert plain.seconds(small) == pytest.approx(1e-5 + 1e9 / 936e9)
     assert plain.seconds(Work(OTHER, 0, 10**9)) == pytest.approx(1e-5 + 1e9 / (0.8 * 936e9))
     assert measured.seconds(Work(OTHER, 0, 10**9)) == pytest.approx(1)
+    slow = Machine.read(values(device__launch=1e-5, device__start=1e-4, device__pointwise="1GB/s"))
+    assert slow.seconds(Work(OTHER, 0, 10**6)) == pytest.approx(1.1e-4 + 1e-3)
+    assert slow.seconds(Work(OTHER, 0, 10**4)) == pytest.approx(1e-5 + 1e-5)  # too few bytes for all cores
     for intensity, rate in ((5, 0.5e12), (10, 1e12), (60, 2e12), (110, 3e12), (1000, 3e12)):
         for kind in (MATMUL, CONVOLUTION):
             work = Work(kind, intensity * 10**9, 10**9)

@@ -1,8 +1,8 @@
 """The forecast against the machine: what was predicted and what was measured, side by side.
 
-The machine is measured at the start, some minutes long, and written to a file; the forecasts and the engine's own
-planner read that one file. Each case is visited twice, with all others between: who else is on the machine slows some
-minutes, not the same ones.
+Who else is on the machine slows some minutes, and not others. So each case is visited twice, with all others between,
+and the machine is measured after each visit; one description of it, the middle of all measurements, is what all
+forecasts are made from. The engine's own planner, which cannot wait for it, has the first measurement.
 
 Four budgets a model: everything on the device; optimizer state outside; parameters that spill, too; and RAM as one tier
 with nine tenths of the optimizer state on SSD.
@@ -24,7 +24,7 @@ from typing import Any
 from ebbtide.backend.heap import keep_freed_memory
 from ebbtide.bench.steps import Ours, tokens
 from ebbtide.config import Config
-from ebbtide.doctor.examine import examine
+from ebbtide.doctor.examine import BRIEF, FULL, Effort, examine
 from ebbtide.doctor.written import machine_toml
 from ebbtide.forecaster import Forecast, Forecaster, Workload
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
@@ -34,8 +34,6 @@ from ebbtide.plan.machine import Machine
 LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)
 MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
 SEQUENCES = (256, 1024)
-EXAMINATIONS, PAUSE = 3, 30.0
-"""How often the machine is measured, and seconds between."""
 VISITS, APART = 2, 0.1
 """How often a case is measured; once more where its visits differ by more than this share."""
 WARM_UP = 5
@@ -73,39 +71,36 @@ def run(
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         disk, path = folder or Path(scratch), Path(scratch) / "machine.toml"
-        _measure_machine(disk, path, report)
-        machine = Machine.read(path)
-        jobs = list(_jobs(models, seqs, machine))
+        report("measuring the machine")
+        found = [_examined(disk, FULL)]
+        path.write_text(machine_toml(found[0], "As it was found at first."), encoding="utf-8")
+        jobs = list(_jobs(models, seqs, found[0]))
         visits: list[list[dict[str, Any]]] = [[] for _ in jobs]
         for round in range(VISITS + 1):
-            for (case, forecaster, forecast), found in zip(jobs, visits, strict=True):
-                if round < VISITS or _apart(found):
-                    found.append(_visit(case, path, forecaster.config, disk, repeats))
-                    ratio = forecast.outlook.step_seconds / found[-1]["step_seconds"]
-                    report(
-                        f"{case.model}, sequence {case.seq}, {case.name}: predicted / measured {ratio:.3f}"
-                    )
-        rows = [_row(case, forecast, found) for (case, _, forecast), found in zip(jobs, visits, strict=True)]
+            for (case, forecaster), seen in zip(jobs, visits, strict=True):
+                if round < VISITS or _apart(seen):
+                    seen.append(_visit(case, path, forecaster.config, disk, repeats))
+                    step = seen[-1]["step_seconds"]
+                    report(f"{case.model}, sequence {case.seq}, {case.name}: {step:.3f} s a step")
+                    found.append(_examined(disk, BRIEF))
+        machine = Machine.read(_middle([one.to_dict() for one in found]))
+        rows = [
+            _row(case, _forecast(f, machine, case), seen)
+            for (case, f), seen in zip(jobs, visits, strict=True)
+        ]
     return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
 
 
-def _measure_machine(folder: Path, path: Path, report: Callable[[str], None]) -> None:
-    """Writes what the machine reaches to `path`: the middle of some examinations."""
-    found = []
-    for number in range(EXAMINATIONS):
-        report(f"measuring the machine, {number + 1} of {EXAMINATIONS}")
-        time.sleep(PAUSE if number else 0)
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            found.append(alone.submit(_examine, folder).result().to_dict())
-    middle = Machine.read(_middle(found))
-    path.write_text(machine_toml(middle, "Measured by the forecast's benchmark."), encoding="utf-8")
+def _examined(folder: Path, effort: Effort) -> Machine:
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        return alone.submit(_examine, folder, effort).result()
 
 
-def _examine(folder: Path) -> Machine:
+def _examine(folder: Path, effort: Effort) -> Machine:
     """The heap is kept, as it is where steps are measured: operators whose results are faulted in anew each time are a
     fifth as fast."""
     keep_freed_memory()
-    return examine(folder).machine
+    return examine(folder, effort).machine
 
 
 def _middle(found: Sequence[Any]) -> Any:
@@ -126,17 +121,12 @@ def _apart(visits: Sequence[Mapping[str, Any]]) -> bool:
     return max(seconds) > (1 + APART) * min(seconds)
 
 
-def _jobs(
-    models: Sequence[str], seqs: Sequence[int], machine: Machine
-) -> Iterator[tuple[Case, Forecaster, Forecast]]:
+def _jobs(models: Sequence[str], seqs: Sequence[int], machine: Machine) -> Iterator[tuple[Case, Forecaster]]:
     for model in models:
         forecaster = Forecaster(model, {"clip": 1.0})
         for seq in seqs:
             for case in _cases(forecaster, machine, model, seq):
-                forecast = _forecast(forecaster, machine, case)
-                if not forecast.outlook.fits:
-                    raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
-                yield case, forecaster, forecast
+                yield case, forecaster
 
 
 def _cases(forecaster: Forecaster, machine: Machine, model: str, seq: int) -> Iterator[Case]:
@@ -168,6 +158,8 @@ def _visit(case: Case, path: Path, config: Config, folder: Path, repeats: int) -
 
 
 def _row(case: Case, forecast: Forecast, visits: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if not forecast.outlook.fits:
+        raise RuntimeError(f"{case}: {forecast.verdict}")  # the cases are made to fit
     predicted = _predicted(forecast)
     measured = {name: statistics.median(found[name] for found in visits) for name in predicted}
     return {

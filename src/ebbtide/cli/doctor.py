@@ -32,12 +32,12 @@ def doctor(
     from rich.console import Console
 
     from ebbtide.backend.heap import keep_freed_memory
-    from ebbtide.doctor.examine import examine
+    from ebbtide.doctor.examine import FULL, QUICK, examine
 
     keep_freed_memory()
     begin = time.perf_counter()
     with Console(stderr=True).status("") as status:
-        found = examine(folder, quick, lambda what: status.update(f"measuring: {what}"))
+        found = examine(folder, QUICK if quick else FULL, lambda what: status.update(f"measuring: {what}"))
     if out is not None:
         _write(out, found)
     if json:

@@ -47,14 +47,17 @@ class Effort:
 
 FULL = Effort(5, 256 * MIB, 24_000_000, 1024 * MIB, 2.0, 0.8, len(operators.SHAPES), True)
 QUICK = Effort(2, 64 * MIB, 8_000_000, 128 * MIB, 0.5, 0.6, 6, False)
+BRIEF = Effort(3, 128 * MIB, 16_000_000, 512 * MIB, 0.3, 0.8, len(operators.SHAPES), False)
+"""To be repeated: as much as the full one, in fewer rounds."""
 
 
-def examine(folder: Path, quick: bool = False, report: Callable[[str], None] = lambda text: None) -> Findings:
+def examine(
+    folder: Path, effort: Effort = FULL, report: Callable[[str], None] = lambda text: None
+) -> Findings:
     """Measures the machine. `folder` is where the disk is measured; `report` is told what is being done."""
-    effort = QUICK if quick else FULL
     system = read_system()
     device, dtype = compute_device()
-    raw: dict[str, Any] = {"system": asdict(system), "device": _device_name(device), "quick": quick}
+    raw: dict[str, Any] = {"system": asdict(system), "device": _device_name(device), "quick": effort is QUICK}
     raw["threads"] = torch.get_num_threads()
     report("disk")  # first: a folder that will not do is said before anything takes time
     raw["disk"] = asdict(disk.measure(folder, effort.file, effort.rounds, effort.disk_seconds))
@@ -76,6 +79,7 @@ def examine(folder: Path, quick: bool = False, report: Callable[[str], None] = l
         len(operators.SHAPES) if device.type == "cuda" else effort.shapes
     )  # small ones say little of a GPU
     measurement = operators.Measurement(device, dtype, shapes, effort.pass_seconds)
+    measurement.warm_up()
     for _ in range(effort.rounds):
         measurement.round()
     found = measurement.result()
@@ -105,6 +109,7 @@ def device_values(found: Operators) -> dict[str, Any]:
         "efficiency": min(1.0, round(found.large / found.flops, 3)),
         "launch": found.launch,
         "pointwise": found.pointwise,
+        "start": found.start,
         "matmul": [list(point) for point in found.matmul],
         "attention": [list(point) for point in found.attention],
     }

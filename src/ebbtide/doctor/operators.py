@@ -83,6 +83,8 @@ SHAPES = (
 class Operators:
     launch: float
     pointwise: float
+    start: float
+    """Seconds that an operator which only reads and writes takes beside, where it is large enough for all cores."""
     matmul: Curve
     attention: Curve
     flops: float
@@ -142,6 +144,12 @@ class Measurement:
         for probe in (self._tiny, *self._probes):
             probe.run(self._pace)
 
+    def warm_up(self) -> None:
+        """A round that does not count: memory is faulted in."""
+        self.round()
+        for probe in (self._tiny, *self._probes):
+            probe.forget()
+
     def result(self) -> Operators:
         """What was measured so far: at least one round."""
         tiny, probes = self._tiny, self._probes
@@ -151,9 +159,11 @@ class Measurement:
         inside = statistics.median(s for seconds in tiny.seconds.values() for s in seconds)
         matmul = _curve(probes, MATMUL, inside, MERGE)
         products = [y for _, y in matmul]
+        start, pointwise = _pointwise(probes, inside)
         return Operators(
             launch=_rounded(tiny.whole / tiny.count),
-            pointwise=_rounded(_pointwise(probes, inside)),
+            pointwise=_rounded(pointwise),
+            start=_rounded(start),
             matmul=matmul,
             attention=_curve(probes, ATTENTION, inside, 1.0),
             flops=max(products),
@@ -223,6 +233,9 @@ class _Probe:
         found = timer.take()
         self._rounds.append(((before + pace.take()) / 2, seconds, found))
 
+    def forget(self) -> None:
+        self._rounds.clear()
+
     def settle(self, usual: float) -> None:
         """Brings products to the usual pace; what waits for memory hardly depends on it."""
         self.seconds = defaultdict(list)
@@ -247,7 +260,7 @@ class _Probe:
             done = [(w.flops * n, s * n) for w, s, n in self.of(kind, inside)]
             if done:
                 values[kind] = sum(f for f, _ in done) / sum(s for _, s in done)
-        moved, spent = _streamed(self, inside)
+        _, moved, spent = _streamed(self, inside)
         values["pointwise"] = moved / spent
         return values
 
@@ -291,23 +304,40 @@ def _curve(probes: Iterable[_Probe], kind: str, inside: float, merge: float) -> 
     return tuple(curve)
 
 
-def _streamed(probe: _Probe, inside: float) -> tuple[float, float]:
+Streamed = tuple[int, int, float]
+"""Operators, bytes and seconds."""
+
+
+def _streamed(probe: _Probe, inside: float) -> Streamed:
     done = list(probe.of("other", inside))
-    return sum(w.bytes * n for w, _, n in done), sum(s * n for _, s, n in done)
+    return sum(n for _, _, n in done), sum(w.bytes * n for w, _, n in done), sum(s * n for _, s, n in done)
 
 
-def _pointwise(probes: Sequence[_Probe], inside: float) -> float:
-    """Bytes a second of all that only reads and writes, in a model of some blocks and a head."""
-    costs: dict[bool, list[tuple[float, float]]] = defaultdict(list)
+def _pointwise(probes: Sequence[_Probe], inside: float) -> tuple[float, float]:
+    """Seconds an operator and bytes a second of all that only reads and writes, in a model of some blocks and a head."""
+    found: dict[bool, list[Streamed]] = defaultdict(list)
     large = [p for p in probes if p.shape.batch * p.shape.seq * p.shape.width >= 1 << 18]
     for probe in large or probes[-1:]:
-        costs[bool(probe.shape.vocabulary)].append(_streamed(probe, inside))
+        found[bool(probe.shape.vocabulary)].append(_streamed(probe, inside))
+    start = _start(found[False])
     moved = spent = 0.0
-    for is_head, pairs in costs.items():
-        weight = (1 if is_head else BLOCKS_A_HEAD) / len(pairs)
-        moved += weight * sum(b for b, _ in pairs)
-        spent += weight * sum(s for _, s in pairs)
-    return moved / spent
+    for is_head, rows in found.items():
+        weight = (1 if is_head else BLOCKS_A_HEAD) / max(len(rows), 1)
+        moved += weight * sum(count for _, count, _ in rows)
+        spent += weight * sum(max(seconds - start * n, 0.1 * seconds) for n, _, seconds in rows)
+    return start, moved / spent
+
+
+def _start(blocks: Sequence[Streamed]) -> float:
+    """What operators take whatever their bytes are: by the straight line through blocks of different sizes, each as
+    important as the others."""
+    nn = nb = bb = ns = bs = 0.0
+    for number, count, seconds in blocks:
+        n, b = number / seconds, count / seconds
+        nn, nb, bb, ns, bs = nn + n * n, nb + n * b, bb + b * b, ns + n, bs + b
+    if nn * bb - nb * nb <= 1e-9 * nn * bb:
+        return 0.0  # all of one size
+    return max(0.0, (ns * bb - bs * nb) / (nn * bb - nb * nb))
 
 
 def single_product(device: torch.device, dtypes: Mapping[str, torch.dtype], rounds: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ COMMENTS = {
     "device.efficiency": "share of it that large products reach",
     "device.bandwidth": "read and written, together",
     "device.launch": "seconds that an operator takes however small it is",
+    "device.start": "seconds that they take beside, until all cores are at work",
     "device.pointwise": "bytes a second of operators that only read and write",
     "device.matmul": "[operations a byte, operations a second]",
     "device.attention": "the same of attention, forward and backward",

@@ -91,6 +91,8 @@ class DeviceSpec(MachineSection):
     """What an operator takes however small it is."""
     pointwise: Annotated[float | None, optional(rate)] = None
     """What operators that only read and write reach; left out, 0.8 of `bandwidth`."""
+    start: Annotated[float, _seconds] = 0.0
+    """What such an operator takes beside `launch` and its bytes: until all cores are at work."""
     matmul: Annotated[Curve, _curve] = ()
     """(operations a byte, operations a second), measured; between points, straight lines."""
     attention: Annotated[Curve, _curve] = ()
@@ -262,6 +264,10 @@ def _plausible(machine: Machine) -> Machine:
     return machine
 
 
+ALL_CORES = 1 << 17
+"""Bytes from which operators that only read and write give all cores something to do."""
+
+
 class _Rates:
     def __init__(self, device: DeviceSpec) -> None:
         self.device = device
@@ -278,7 +284,8 @@ class _Rates:
 
     def _compute(self, work: Work) -> float:
         if not work.flops:
-            return self.device.launch + work.bytes / self.pointwise
+            start = self.device.start if work.bytes >= ALL_CORES else 0.0
+            return self.device.launch + start + work.bytes / self.pointwise
         curve = self.curves.get(work.kind, ())
         if not curve:
             return self.device.launch + max(work.flops / self.large, work.bytes / self.device.bandwidth)
