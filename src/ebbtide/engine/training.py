@@ -1,13 +1,10 @@
-"""What a user holds: forward, backward, step, and the module's values by name."""
+"""Training: an engine takes a module over, runs its passes, and takes steps."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ebbtide.config import Config
-from ebbtide.errors import ConfigError, DiskError, NonFiniteError, StateError, UnsupportedError, nearest
+from ebbtide.engine.by_name import ByName
+from ebbtide.engine.saved import Saved
+from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
-from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
-from ebbtide.run.ranks import LOAD, LOSS, SAVE, STEP, Ranks, all_or_none, open_ranks
+from ebbtide.run.ranks import LOSS, STEP, Ranks, all_or_none, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import Choice, alike, choose, refuse_nowhere, refuse_unbuilt, signature_of
-from ebbtide.run.tiers import Tiers, open_tiers, shared_tiers
-from ebbtide.state import checkpoint, resume, together, values
-from ebbtide.state.export import export
+from ebbtide.run.tiers import Tiers, shared_tiers
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start
@@ -73,7 +69,7 @@ def _refuse(module: nn.Module, config: Config) -> None:
         raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
 
 
-class Engine:
+class Engine(ByName, Saved):
     def __init__(
         self,
         module: nn.Module,
@@ -202,12 +198,6 @@ class Engine:
                 ) from error
             raise
 
-    def _clear(self) -> None:
-        """Drops gradients that were held, and what was counted for this step."""
-        self._session.drop_gradients()
-        self._session.unmanaged.discard()
-        self._losses = []
-
     def _before_in_backward(self, loss: torch.Tensor) -> None:
         if self._session.micro:
             raise StateError(
@@ -325,173 +315,6 @@ class Engine:
     def loss_scale(self) -> float:
         return self._scaler.scale if self._scaler is not None else 1.0
 
-    def _open(self) -> Session:
-        """The session, for reading and writing values."""
-        if self._closed:
-            raise StateError("the engine is closed; initialize() another one")
-        return self._session
-
-    def _check(self) -> None:
-        broken = self._broken or self._open().executor.updater.failed
-        if broken:
-            raise StateError(
-                f"the engine is partially stepped: {broken}. Load a checkpoint, or weights with load_state_dict()"
-            )
-
-    # -- values ---------------------------------------------------------------------------------------
-
-    @contextmanager
-    def weights(self, *patterns: str, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
-        session = self._open()
-        session.reclaim()
-        found = {name: values.load(session, name) for name in self._match(patterns)}
-        yield found
-        if write:
-            self._open()
-            known = values.names(session)
-            for name in found:
-                if name not in known:
-                    raise ConfigError(
-                        f"weights: {name!r} is no parameter{nearest(name, known)}; nothing was written"
-                    )
-            for name, value in found.items():
-                values.save(session, name, value)
-
-    @contextmanager
-    def gradients(self, *patterns: str) -> Iterator[dict[str, torch.Tensor]]:
-        """Held gradients by name, between backward and step; parameters without one are left out."""
-        if self.config.updates == "in-backward":
-            raise UnsupportedError(
-                'gradients are consumed in backward; use updates = "exact" to look at them'
-            )
-        session = self._open()
-        found = {name: values.gradient(session, name) for name in self._match(patterns)}
-        yield {name: value for name, value in found.items() if value is not None}
-
-    @contextmanager
-    def resident(self) -> Iterator[None]:
-        """All parameters stay on the device: for generate() and evaluation."""
-        session = self._open()
-        session.reclaim()
-        if session.lock_free is not None:
-            session.lock_free.begin_evaluation()
-        with session.places.resident():
-            yield
-
-    def _match(self, patterns: tuple[str, ...]) -> list[str]:
-        names = values.names(self._session)
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(f"{pattern!r} matches no parameter{nearest(pattern, names)}")
-        return [n for n in names if not patterns or any(fnmatchcase(n, p) for p in patterns)]
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights (master precision) and buffers under the module's own keys, on the host."""
-        session = self._open()
-        session.reclaim()
-        return values.state_dict(session)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes weights and buffers by name; every key must be there and no other."""
-        session = self._open()
-        session.executor.updater.drop()
-        self._clear()
-        values.load_state_dict(session, state)
-        self._mend()
-
-    def load_weights(self, folder: str | Path) -> None:
-        """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
-        are found right."""
-        session = self._open()
-        files = WeightFiles(folder, self.module)
-        session.executor.updater.drop()
-        self._clear()
-        files.load(session)
-        self._mend()
-
-    def _mend(self) -> None:
-        """All weights were written: what was half-done is gone."""
-        self._broken = ""
-        self._session.executor.updater.mend()
-
-    def weights_sha256(self) -> str:
-        """Hash of the fp32 master weights in name order."""
-        session = self._open()
-        session.reclaim()
-        digest = hashlib.sha256()
-        for name in sorted(values.names(session)):
-            value = values.load(session, name).contiguous()
-            digest.update(value.view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-    # -- checkpoints ----------------------------------------------------------------------------------
-
-    def save(
-        self, path: str | Path, state: Any = None, *, keep: int | None = None, background: bool = False
-    ) -> Path:
-        """Writes a checkpoint into the folder `path` of a run, and returns its own folder: all that this engine needs to
-        go on, random numbers included. `state` is whatever else the run needs (a scheduler's state_dict, the place in
-        the data): numbers, strings, tensors, lists and dicts; `load` returns it. With `keep`, only the newest so many
-        stay. In the `background` it is written while training goes on, and is there later: what the budget leaves room
-        for is copied, the rest is written first."""
-        self._check()
-        if keep is not None and keep < 1:
-            raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
-        session = self._session
-        if session.micro:
-            raise StateError(
-                "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
-            )
-        session.meet(SAVE, self.steps)
-        session.reclaim()
-        session.drain()
-        facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
-        content = {"user": state, "random": resume.random_state()}
-        return self._saver.save(Path(path), self.steps, facts, content, keep, background)
-
-    def wait_for_save(self) -> None:
-        """Until a checkpoint that is written in the background is there; raises where it could not be written."""
-        self._saver.settle(warn=False)
-        if self._saver.failed:
-            raise DiskError(self._saver.failed)
-
-    def load(self, path: str | Path) -> Any:
-        """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
-        model and the param groups are to be the same; budgets, layout, master and device may be others."""
-        session = self._open()
-        self._saver.settle()
-        session.meet(LOAD, self.steps)
-        folder = together.find(path, session.ranks)
-        groups = self.optimizer.param_groups
-
-        def begin(facts: Mapping[str, Any]) -> None:
-            resume.check(session, groups, facts)
-            session.executor.updater.drop()
-            if session.course.phase != IDLE:
-                session.abandon()
-            self._clear()
-            session.drain()
-            self._broken = f"loading '{folder}' ended half-way"
-
-        facts, state = checkpoint.read(session, folder, begin)
-        self.steps = resume.restore(session, groups, self._scaler, facts)
-        session.updates.regroup(groups)
-        ranks = session.ranks
-        if facts["ranks"] == (1 if ranks is None else ranks.size):
-            resume.restore_random(state["random"])  # else each rank would draw the same
-        self._mend()
-        return state["user"]
-
-    def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
-        `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
-        session = self._open()
-        session.meet(SAVE, self.steps)
-        session.reclaim()
-        session.drain()
-        export(session, Path(path), dtype)
-
     # -- facts ----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -510,6 +333,3 @@ class Engine:
             self._session.close()
             retire(self.module)
             self._tiers.close_unused()
-
-
-__all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers"]

@@ -1,0 +1,98 @@
+"""Values by name: weights and gradients as a user wants to see and to set them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from ebbtide.engine.held import Held
+from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.state import values
+from ebbtide.state.weights import WeightFiles
+
+
+class ByName(Held):
+    @contextmanager
+    def weights(self, *patterns: str, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
+        session = self._open()
+        session.reclaim()
+        found = {name: values.load(session, name) for name in self._match(patterns)}
+        yield found
+        if write:
+            self._open()
+            known = values.names(session)
+            for name in found:
+                if name not in known:
+                    raise ConfigError(
+                        f"weights: {name!r} is no parameter{nearest(name, known)}; nothing was written"
+                    )
+            for name, value in found.items():
+                values.save(session, name, value)
+
+    @contextmanager
+    def gradients(self, *patterns: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Held gradients by name, between backward and step; parameters without one are left out."""
+        if self.config.updates == "in-backward":
+            raise UnsupportedError(
+                'gradients are consumed in backward; use updates = "exact" to look at them'
+            )
+        session = self._open()
+        found = {name: values.gradient(session, name) for name in self._match(patterns)}
+        yield {name: value for name, value in found.items() if value is not None}
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """All parameters stay on the device: for generate() and evaluation."""
+        session = self._open()
+        session.reclaim()
+        if session.lock_free is not None:
+            session.lock_free.begin_evaluation()
+        with session.places.resident():
+            yield
+
+    def _match(self, patterns: tuple[str, ...]) -> list[str]:
+        names = values.names(self._session)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(f"{pattern!r} matches no parameter{nearest(pattern, names)}")
+        return [n for n in names if not patterns or any(fnmatchcase(n, p) for p in patterns)]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights (master precision) and buffers under the module's own keys, on the host."""
+        session = self._open()
+        session.reclaim()
+        return values.state_dict(session)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes weights and buffers by name; every key must be there and no other."""
+        session = self._open()
+        session.executor.updater.drop()
+        self._clear()
+        values.load_state_dict(session, state)
+        self._mend()
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
+        are found right."""
+        session = self._open()
+        files = WeightFiles(folder, self.module)
+        session.executor.updater.drop()
+        self._clear()
+        files.load(session)
+        self._mend()
+
+    def weights_sha256(self) -> str:
+        """Hash of the fp32 master weights in name order."""
+        session = self._open()
+        session.reclaim()
+        digest = hashlib.sha256()
+        for name in sorted(values.names(session)):
+            value = values.load(session, name).contiguous()
+            digest.update(value.view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()

@@ -1,0 +1,46 @@
+"""What all that an engine can do is done with: the session, and whether it may be used."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ebbtide.config import Config
+from ebbtide.errors import StateError
+from ebbtide.run.session import Session
+
+
+class Held:
+    config: Config
+    module: nn.Module
+    steps: int
+    _session: Session
+    _closed: bool
+    _broken: str
+    """Why some parameters are updated and others are not, until all of them are written."""
+    _losses: list[torch.Tensor]
+    """Of this step, so far."""
+
+    def _open(self) -> Session:
+        """The session, for reading and writing values."""
+        if self._closed:
+            raise StateError("the engine is closed; initialize() another one")
+        return self._session
+
+    def _check(self) -> None:
+        broken = self._broken or self._open().executor.updater.failed
+        if broken:
+            raise StateError(
+                f"the engine is partially stepped: {broken}. Load a checkpoint, or weights with load_state_dict()"
+            )
+
+    def _clear(self) -> None:
+        """Drops gradients that were held, and what was counted for this step."""
+        self._session.drop_gradients()
+        self._session.unmanaged.discard()
+        self._losses = []
+
+    def _mend(self) -> None:
+        """All weights were written: what was half-done is gone."""
+        self._broken = ""
+        self._session.executor.updater.mend()

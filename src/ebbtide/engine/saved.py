@@ -1,0 +1,89 @@
+"""Checkpoints and exports of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.engine.held import Held
+from ebbtide.errors import ConfigError, DiskError, StateError
+from ebbtide.run.course import IDLE
+from ebbtide.run.ranks import LOAD, SAVE
+from ebbtide.run.scaler import LossScaler
+from ebbtide.state import checkpoint, resume, together
+from ebbtide.state.export import export
+from ebbtide.state.saving import Saver
+
+
+class Saved(Held):
+    optimizer: torch.optim.Optimizer
+    _scaler: LossScaler | None
+    _saver: Saver
+
+    def save(
+        self, path: str | Path, state: Any = None, *, keep: int | None = None, background: bool = False
+    ) -> Path:
+        """Writes a checkpoint into the folder `path` of a run, and returns its own folder: all that this engine needs to
+        go on, random numbers included. `state` is whatever else the run needs (a scheduler's state_dict, the place in
+        the data): numbers, strings, tensors, lists and dicts; `load` returns it. With `keep`, only the newest so many
+        stay. In the `background` it is written while training goes on, and is there later: what the budget leaves room
+        for is copied, the rest is written first."""
+        self._check()
+        if keep is not None and keep < 1:
+            raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
+        session = self._session
+        if session.micro:
+            raise StateError(
+                "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
+            )
+        session.meet(SAVE, self.steps)
+        session.reclaim()
+        session.drain()
+        facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
+        content = {"user": state, "random": resume.random_state()}
+        return self._saver.save(Path(path), self.steps, facts, content, keep, background)
+
+    def wait_for_save(self) -> None:
+        """Until a checkpoint that is written in the background is there; raises where it could not be written."""
+        self._saver.settle(warn=False)
+        if self._saver.failed:
+            raise DiskError(self._saver.failed)
+
+    def load(self, path: str | Path) -> Any:
+        """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
+        model and the param groups are to be the same; budgets, layout, master and device may be others."""
+        session = self._open()
+        self._saver.settle()
+        session.meet(LOAD, self.steps)
+        folder = together.find(path, session.ranks)
+        groups = self.optimizer.param_groups
+
+        def begin(facts: Mapping[str, Any]) -> None:
+            resume.check(session, groups, facts)
+            session.executor.updater.drop()
+            if session.course.phase != IDLE:
+                session.abandon()
+            self._clear()
+            session.drain()
+            self._broken = f"loading '{folder}' ended half-way"
+
+        facts, state = checkpoint.read(session, folder, begin)
+        self.steps = resume.restore(session, groups, self._scaler, facts)
+        session.updates.regroup(groups)
+        ranks = session.ranks
+        if facts["ranks"] == (1 if ranks is None else ranks.size):
+            resume.restore_random(state["random"])  # else each rank would draw the same
+        self._mend()
+        return state["user"]
+
+    def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
+        `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
+        session = self._open()
+        session.meet(SAVE, self.steps)
+        session.reclaim()
+        session.drain()
+        export(session, Path(path), dtype)
