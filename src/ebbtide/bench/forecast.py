@@ -10,13 +10,14 @@ with nine tenths of the optimizer state on SSD.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ebbtide.bench.steps import Ours, tokens
 from ebbtide.config import Config
 from ebbtide.doctor.examine import BRIEF, FULL, Effort, examine
 from ebbtide.doctor.written import machine_toml
+from ebbtide.errors import ConfigError
 from ebbtide.forecaster import Forecast, Forecaster, Workload
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.models import find_model
@@ -68,27 +70,64 @@ def run(
     repeats: int = 5,
     folder: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
+    journal: Path | None = None,
 ) -> dict[str, Any]:
+    """`journal`: a file that keeps what was measured; a run that was ended goes on from it."""
     with tempfile.TemporaryDirectory() as scratch:
         disk, path = folder or Path(scratch), Path(scratch) / "machine.toml"
-        report("measuring the machine")
-        found = [_examined(disk, FULL)]
-        path.write_text(machine_toml(found[0], "As it was found at first."), encoding="utf-8")
-        jobs = list(_jobs(models, seqs, found[0]))
-        visits: list[list[dict[str, Any]]] = [[] for _ in jobs]
-        for round in range(VISITS + 1):
-            for (case, forecaster), seen in zip(jobs, visits, strict=True):
-                if round < VISITS or _apart(seen):
-                    seen.append(_visit(case, path, forecaster.config, disk, repeats))
+        kept = _Journal(journal)
+        if not kept.machines:
+            report("measuring the machine")
+            kept.add_machine(_examined(disk, FULL))
+        path.write_text(machine_toml(kept.machines[0], "As it was found at first."), encoding="utf-8")
+        jobs = list(_jobs(models, seqs, kept.machines[0]))
+        for number in range(VISITS + 1):
+            for case, forecaster in jobs:
+                seen = kept.visits[case]
+                if len(seen) == number and (number < VISITS or _apart(seen)):
+                    kept.add_visit(case, _visit(case, path, forecaster.config, disk, repeats))
                     step = seen[-1]["step_seconds"]
                     report(f"{case.model}, sequence {case.seq}, {case.name}: {step:.3f} s a step")
-                    found.append(_examined(disk, BRIEF))
-        machine = Machine.read(_middle([one.to_dict() for one in found]))
-        rows = [
-            _row(case, _forecast(f, machine, case), seen)
-            for (case, f), seen in zip(jobs, visits, strict=True)
-        ]
+                    kept.add_machine(_examined(disk, BRIEF))
+        machine = Machine.read(_middle([one.to_dict() for one in kept.machines]))
+        rows = [_row(case, _forecast(f, machine, case), kept.visits[case]) for case, f in jobs]
     return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
+
+
+class _Journal:
+    """What was measured, in the order in which it was."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.machines: list[Machine] = []
+        self.visits: dict[Case, list[dict[str, Any]]] = defaultdict(list)
+        if path is not None and path.exists():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                try:
+                    self._take(json.loads(line))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ConfigError(
+                        f"--journal: {path}, line {number} is no measurement ({error}); remove it, or name another file"
+                    ) from None
+
+    def _take(self, found: dict[str, Any]) -> None:
+        if "machine" in found:
+            self.machines.append(Machine.read(found["machine"]))
+        else:
+            self.visits[Case(**found["case"])].append(found["visit"])
+
+    def add_machine(self, machine: Machine) -> None:
+        self.machines.append(machine)
+        self._add({"machine": machine.to_dict()})
+
+    def add_visit(self, case: Case, visit: dict[str, Any]) -> None:
+        self.visits[case].append(visit)
+        self._add({"case": asdict(case), "visit": visit})
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
 
 
 def _examined(folder: Path, effort: Effort) -> Machine:

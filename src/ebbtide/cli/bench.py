@@ -69,6 +69,9 @@ def forecast(
     models: Annotated[str, Option(help="Presets, with commas.")] = "gpt2-124m,gpt2-350m,gpt2-1b",
     seqs: Annotated[str, Option(help="Lengths of a sequence, with commas.")] = "256,1024",
     repeats: Repeats = 5,
+    journal: Annotated[
+        Path | None, Option(help="A file for what is measured; given again, the run goes on from there.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predicted and measured steps, bytes moved and peaks, on this machine as `doctor` measures it."""
@@ -80,7 +83,7 @@ def forecast(
         lengths.append(int(part))
     from ebbtide.bench.forecast import run
 
-    _print(run(tuple(models.split(",")), tuple(lengths), repeats, report=_say), json)
+    _print(run(tuple(models.split(",")), tuple(lengths), repeats, report=_say, journal=journal), json)
 
 
 @bench.command()
