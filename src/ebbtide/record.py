@@ -97,6 +97,8 @@ class Record:
     input."""
     saved: tuple[Saved, ...] = ()
     """In the order in which they were saved; only where activations are to be offloaded."""
+    turns: tuple[int, ...] = ()
+    """Moments that begin after a backward which is not the last: a pipeline's schedule goes on with forward."""
 
     @property
     def flops(self) -> int:
@@ -120,6 +122,7 @@ class Record:
             "accesses": tuple(Access(**row) for row in data["accesses"]),
             "arrivals": tuple(Arrival(**row) for row in data["arrivals"]),
             "saved": tuple(Saved(**row) for row in data["saved"]),
+            "turns": tuple(data.get("turns", ())),
         }
         return Record(**{**data, **parts})
 

@@ -22,7 +22,7 @@ class ByName(Held):
         """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
         session = self._open()
         session.reclaim()
-        found = {name: values.load(session, name) for name in self._match(patterns)}
+        found = {n: values.whole(session, n, values.load(session, n)) for n in self._match(patterns)}
         yield found
         if write:
             self._open()
@@ -44,7 +44,7 @@ class ByName(Held):
             )
         session = self._open()
         found = {name: values.gradient(session, name) for name in self._match(patterns)}
-        yield {name: value for name, value in found.items() if value is not None}
+        yield {n: values.whole(session, n, value) for n, value in found.items() if value is not None}
 
     @contextmanager
     def resident(self) -> Iterator[None]:
@@ -81,6 +81,10 @@ class ByName(Held):
         """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
         are found right."""
         session = self._open()
+        if session.updates.companions is not None and session.updates.companions.split:
+            raise UnsupportedError(
+                "load_weights: tensor parallelism has split the module; load_state_dict() takes whole tensors, too"
+            )
         files = WeightFiles(folder, self.module)
         session.executor.updater.drop()
         self._clear()

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from ebbtide.engine.held import Held
-from ebbtide.errors import ConfigError, DiskError, StateError
+from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
+from ebbtide.run.companions import others_too
 from ebbtide.run.course import IDLE
 from ebbtide.run.ranks import LOAD, SAVE
 from ebbtide.run.scaler import LossScaler
 from ebbtide.state import checkpoint, resume, together
 from ebbtide.state.export import export
+from ebbtide.state.folders import step_of
 from ebbtide.state.saving import Saver
 
 
@@ -44,7 +46,12 @@ class Saved(Held):
         session.drain()
         facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
         content = {"user": state, "random": resume.random_state()}
-        return self._saver.save(Path(path), self.steps, facts, content, keep, background)
+        return self._saver.save(self._of_part(Path(path)), self.steps, facts, content, keep, background)
+
+    def _of_part(self, path: Path) -> Path:
+        """Where a process has a part of the model, that has a folder of its own in the run's."""
+        companions = self._session.updates.companions
+        return path if companions is None else path / companions.label
 
     def wait_for_save(self) -> None:
         """Until a checkpoint that is written in the background is there; raises where it could not be written."""
@@ -58,7 +65,11 @@ class Saved(Held):
         session = self._open()
         self._saver.settle()
         session.meet(LOAD, self.steps)
-        folder = together.find(path, session.ranks)
+        companions, own = session.updates.companions, self._of_part(Path(path))
+        with others_too(companions):
+            folder = together.find(own if own.is_dir() else path, session.ranks)
+        if companions is not None:
+            companions.require_same_step(step_of(folder))
         groups = self.optimizer.param_groups
 
         def begin(facts: Mapping[str, Any]) -> None:
@@ -70,7 +81,8 @@ class Saved(Held):
             session.drain()
             self._broken = f"loading '{folder}' ended half-way"
 
-        facts, state = checkpoint.read(session, folder, begin)
+        with others_too(companions):
+            facts, state = checkpoint.read(session, folder, begin)
         self.steps = resume.restore(session, groups, self._scaler, facts)
         session.updates.regroup(groups)
         ranks = session.ranks
@@ -83,6 +95,11 @@ class Saved(Held):
         """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
         `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
         session = self._open()
+        if session.updates.companions is not None and session.updates.companions.stages is not None:
+            raise UnsupportedError(
+                "export: this engine has one stage of a model, and the file format knows whole ones; use save(), or "
+                "state_dict() of each stage"
+            )
         session.meet(SAVE, self.steps)
         session.reclaim()
         session.drain()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from ebbtide.engine.saved import Saved
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
+from ebbtide.run.companions import Companions, find_companions, others_too
+from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
 from ebbtide.run.ranks import LOSS, STEP, Ranks, all_or_none, open_ranks
 from ebbtide.run.scaler import LossScaler
@@ -48,6 +51,7 @@ def initialize(
     *,
     weights: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
+    stages: dist.ProcessGroup | None = None,
 ) -> Engine:
     """Takes over a module's parameters and returns the engine that trains it.
 
@@ -55,9 +59,10 @@ def initialize(
     torch.optim.AdamW; left out, all parameters that require gradients form one group. A module on the meta
     device gets the values that building it on the CPU now would give it; or those of `weights`, a folder of
     safetensors files as `save_pretrained` writes it. `group`: the processes that share the model's chunks, each with
-    batches of its own; left out, all that torch.distributed has been told of.
+    batches of its own; left out, all that torch.distributed has been told of. `stages`: where `module` is one stage of a
+    pipeline, the processes that have the others (see `ebbtide.pipelining`); tensor parallelism is seen by itself.
     """
-    return Engine(module, Config.read(config), param_groups, weights=weights, group=group)
+    return Engine(module, Config.read(config), param_groups, weights=weights, group=group, stages=stages)
 
 
 def _refuse(module: nn.Module, config: Config) -> None:
@@ -78,21 +83,30 @@ class Engine(ByName, Saved):
         tiers: Tiers | None = None,
         weights: str | Path | None = None,
         group: dist.ProcessGroup | None = None,
+        stages: dist.ProcessGroup | None = None,
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         ranks = open_ranks(group)
-        with all_or_none(ranks):
+        is_module = isinstance(module, nn.Module)
+        companions = find_companions(module, group, stages, ranks) if is_module else None
+        with others_too(companions), all_or_none(ranks):
             _refuse(module, config)
             choice = choose(module, config)
+            if companions is not None and companions.split and weights is not None:
+                raise UnsupportedError(
+                    "weights: the module is split by tensor parallelism already; load them before parallelize_module()"
+                )
             files = WeightFiles(weights, module) if weights is not None else None
         if ranks is not None:
             ranks.require_same(alike(config, choice))
+        if companions is not None:
+            companions.require_alike(config)
         if config.threads != "auto":
             torch.set_num_threads(int(config.threads))
         self.config = config
         self.module = module
         self.steps = 0
-        self._tiers = tiers = tiers or shared_tiers(config, ranks)
+        self._tiers = tiers = tiers or shared_tiers(config, ranks, companions)
         on_host = cpu_kernels()
         kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
         try:
@@ -101,7 +115,7 @@ class Engine(ByName, Saved):
                 self.optimizer = make_optimizer(
                     module, config.optimizer, param_groups, self._update, self._clear
                 )
-            self._session = self._take_over(choice, kernels, files, ranks)
+            self._session = self._take_over(choice, kernels, files, ranks, companions)
         except BaseException:
             tiers.close_unused()
             raise
@@ -115,7 +129,12 @@ class Engine(ByName, Saved):
         self._saver = Saver(self._session)
 
     def _take_over(
-        self, choice: Choice, kernels: Mapping[str, Kernels], files: WeightFiles | None, ranks: Ranks | None
+        self,
+        choice: Choice,
+        kernels: Mapping[str, Kernels],
+        files: WeightFiles | None,
+        ranks: Ranks | None,
+        companions: Companions | None,
     ) -> Session:
         tiers, start = self._tiers, Start(self.module, files)
         session = Session(
@@ -129,6 +148,7 @@ class Engine(ByName, Saved):
             start,
             tiers.disk,
             ranks,
+            companions,
         )
         try:
             start.finish()
@@ -182,7 +202,8 @@ class Engine(ByName, Saved):
         self._losses.append(loss.detach())
         before, captured = session.updates.applied, session.updates.captured
         try:
-            session.backward(loss if self._scaler is None else loss * self._scaler.scale)
+            with session.reversing(last=True):
+                (loss if self._scaler is None else loss * self._scaler.scale).backward()
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.
             if session.updates.captured != captured:
@@ -197,6 +218,51 @@ class Engine(ByName, Saved):
                     "the losses and call engine.backward once"
                 ) from error
             raise
+
+    # -- passes in pieces -----------------------------------------------------------------------------
+
+    def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of a micro-batch, of which several are one pass: `backpropagating` says when it ends."""
+        self._session.in_pieces = True
+        try:
+            return self(*args, **kwargs)
+        except BaseException:
+            self._clear()
+            raise
+
+    def abandon_pass(self) -> None:
+        """A pass in pieces that will not be ended: what it held goes."""
+        if self._session.course.phase != IDLE:
+            self._session.abandon()
+            self._clear()
+
+    @contextmanager
+    def backpropagating(self, last: bool = True) -> Iterator[None]:
+        """Around a backward that somebody else starts, as a pipeline's schedule does; `last`: of the pass."""
+        self._check()
+        if self.config.updates == "in-backward" or self._scaler is not None:
+            raise UnsupportedError(
+                "a backward that somebody else starts brings gradients whose loss the engine does not see: expected "
+                f'updates = "exact" and no loss scaling, found updates = "{self.config.updates}" and precision = '
+                f'"{self.config.precision}"'
+            )
+        session = self._session
+        session.updates.regroup(self.optimizer.param_groups)
+        try:
+            with session.reversing(last):
+                yield
+        except BaseException:
+            self._clear()
+            raise
+
+    @property
+    def pieces(self) -> int:
+        """Of how many losses the gradients are the sum, beside `accumulate`; 1 again after the step."""
+        return self._session.pieces
+
+    @pieces.setter
+    def pieces(self, count: int) -> None:
+        self._session.pieces = count
 
     def _before_in_backward(self, loss: torch.Tensor) -> None:
         if self._session.micro:
@@ -244,13 +310,15 @@ class Engine(ByName, Saved):
                 f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
                 'gradients, or set nonfinite = "continue" to skip such steps'
             )
-        unscale = 1.0 / (self.loss_scale * self.config.accumulate)
+        unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
         norm: float | None = None
         factor = unscale
         if self.config.clip is not None or self._scaler is not None:
             total = updates.square_sum()
             for name in sorted(squares := session.unmanaged.squares()):
                 total += squares[name]
+            if updates.companions is not None:
+                total = updates.companions.total(total)
             norm = math.sqrt(total) * unscale
         if self.config.clip is not None and norm is not None:
             factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
@@ -261,14 +329,15 @@ class Engine(ByName, Saved):
         return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
 
     def _nonfinite(self, losses: list[torch.Tensor]) -> str:
-        for loss in self._session.of_all_ranks(losses):
-            if not math.isfinite(loss):
-                return f"the loss is {loss}"
+        """Why the step cannot be taken, the same on all processes that train the model."""
+        companions = self._session.updates.companions
+        said = (lambda text: text) if companions is None else companions.said
+        bad = [loss for loss in self._session.of_all_ranks(losses) if not math.isfinite(loss)]
+        if found := said(f"the loss is {bad[0]}" if bad else ""):
+            return found
         names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
-        if names:
-            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            return f"the gradient of {names[0]}{more} is not finite"
-        return ""
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        return said(f"the gradient of {names[0]}{more} is not finite" if names else "")
 
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls."""

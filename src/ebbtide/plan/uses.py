@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -79,15 +80,24 @@ class _Builder:
         self.last_use[use.item] = max(self.last_use.get(use.item, -1), use.last)
 
     def _arrivals(self) -> dict[int, list[list[int]]]:
-        """By chunk, the moments at which gradients arrive, a list for each micro-batch."""
+        """By chunk, the moments at which gradients arrive, a list for each backward."""
         once: dict[int, list[int]] = {}
         for arrival in self.record.arrivals:
             once.setdefault(self.shape.parameter_chunk[arrival.parameter], []).append(arrival.moment)
         bases = [micro * self.length for micro in range(self.settings.accumulate)]
         return {
-            chunk: [[base + moment for moment in sorted(moments)] for base in bases]
-            for chunk, moments in once.items()
+            chunk: [
+                [base + moment for moment in moments] for base in bases for moments in self._by_turn(found)
+            ]
+            for chunk, found in once.items()
         }
+
+    def _by_turn(self, moments: list[int]) -> list[list[int]]:
+        """In order, those of each backward that has some."""
+        found: dict[int, list[int]] = {}
+        for moment in sorted(moments):
+            found.setdefault(bisect_right(self.record.turns, moment), []).append(moment)
+        return list(found.values())
 
     def _gradient_uses(self, chunk: int, passes: list[list[int]]) -> None:
         """Gradients of a chunk that is shared arrive whole and are reduced to the rank's slice when the last has."""

@@ -134,6 +134,15 @@ class Executor:
             self.states.settle()
             self.course.phase = REVERSING
 
+    def turn(self) -> None:
+        """A backward is over that is not the last one of the pass: forward goes on."""
+        with self.lock:
+            self._sweep(everything=True)
+            self.states.settle()
+            self.course.phase = RUNNING
+            if self.recorder is not None:
+                self.recorder.turn()
+
     def finish(self) -> None:
         """A pass is over, or was given up: nothing stays in use."""
         with self.lock:

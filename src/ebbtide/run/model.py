@@ -20,6 +20,7 @@ from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunk import TORCH_DTYPES, Chunk, Slices, cut
 from ebbtide.memory.chunks import ChunkStore
+from ebbtide.memory.parts import Split, part_of, split_of
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import replace as replace_parameter
 
@@ -49,6 +50,8 @@ class Handle:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    split: Split | None
+    """How the whole is spread over processes, where what was saved is a part of it."""
 
 
 def dense(parameter: torch.Tensor) -> torch.Tensor:
@@ -71,7 +74,7 @@ def specs_of(
 ) -> list[TensorSpec]:
     return [
         TensorSpec(name, tuple(p.shape), tuple(p.stride()), SHORT_DTYPES[dtype])
-        for name, p, dtype in zip(names, parameters, dtypes, strict=True)
+        for name, p, dtype in zip(names, map(part_of, parameters), dtypes, strict=True)
     ]
 
 
@@ -87,6 +90,8 @@ class ModelData:
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
+        self.memory = [part_of(parameter) for parameter in parameters]
+        """By parameter: the tensor whose memory is bound, itself unless tensor parallelism has split it."""
         self.runs = list(runs)
         self.layout = layout
         self.store = store
@@ -181,7 +186,7 @@ class ModelData:
         for offset, member in self._bound[index]:
             place = self.views[member]
             assert place is not None
-            self.parameters[member].data = view.as_strided(place.shape, place.stride, offset)
+            self.memory[member].data = view.as_strided(place.shape, place.stride, offset)
         self._versions[index] = self._version(index)
         self._storages[view.untyped_storage()._cdata] = index
         chunk.aliases += len(self._bound[index])
@@ -194,7 +199,7 @@ class ModelData:
         chunk = self.computed(index)
         assert chunk.device is not None
         for _, member in self._bound[index]:
-            self.parameters[member].data = self._placeholder(member)
+            self.memory[member].data = self._placeholder(member)
         del self._storages[chunk.device.untyped_storage()._cdata]
         chunk.aliases -= len(self._bound[index])
         self.bound[index] = False
@@ -202,7 +207,11 @@ class ModelData:
 
     def _version(self, index: int) -> int:
         """Changes with every write in place to one of the chunk's parameters."""
-        return sum(self.parameters[member]._version for member in self.members[index])
+        found = 0
+        for member in self.members[index]:
+            parameter, memory = self.parameters[member], self.memory[member]
+            found += parameter._version if parameter is memory else parameter._version + memory._version
+        return found
 
     def written(self, index: int) -> bool:
         """Whether the user has written in place since the chunk was bound, or since that was noticed."""
@@ -236,16 +245,27 @@ class ModelData:
 
     def release_original(self, member: int) -> None:
         """The parameter's own memory is no longer needed: its value is in its chunk."""
-        parameter = self.parameters[member]
-        if parameter.is_meta:
-            replace_parameter(parameter, self._placeholder(member))
-        else:
-            parameter.data = self._placeholder(member)
+        self.give_memory(member, self._placeholder(member))
         self.taken[member] = True
+
+    def give_memory(self, member: int, value: torch.Tensor) -> None:
+        """The parameter, which stays the same object, has other memory from now on."""
+        parameter = self.parameters[member]
+        split = split_of(parameter)
+        if split is not None and value.dtype == parameter.dtype:
+            self.memory[member].data = value
+        elif split is not None:
+            replace_parameter(parameter, split.around(value))
+            self.memory[member] = part_of(parameter)
+        elif parameter.is_meta != value.is_meta:
+            replace_parameter(parameter, value)
+        else:
+            parameter.data = value
 
     # -- saved views ----------------------------------------------------------------------------------
 
     def locate(self, tensor: torch.Tensor) -> Handle | None:
+        whole, tensor = tensor, part_of(tensor)
         try:
             chunk = self._storages.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -263,12 +283,14 @@ class ModelData:
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
+            split_of(whole),
         )
 
     def rebuild(self, handle: Handle) -> torch.Tensor:
         memory = self.computed(handle.chunk).device
         assert memory is not None
-        return memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)
+        view = memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)
+        return view if handle.split is None else handle.split.around(view)
 
     # -- values ---------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Recording:
             self._meter = AllocatorMeter(backend.device, lambda: backend.held()["device"])
             fixed = 0
         else:
-            self._meter = StorageMeter(self._is_model_data)
+            self._meter = StorageMeter(self._is_model_data, backend.device)
             self._meter.note((args, kwargs))
             fixed = self._unmanaged.fixed_bytes()
         backend.watch(self._meter)

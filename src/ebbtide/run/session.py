@@ -30,6 +30,7 @@ from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape
 from ebbtide.run.activations import Activations
+from ebbtide.run.companions import Companions
 from ebbtide.run.course import IDLE, RUNNING, UPDATING
 from ebbtide.run.dispatch import Dispatcher
 from ebbtide.run.executor import Executor
@@ -46,7 +47,7 @@ from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.shares import SharedGradients
 from ebbtide.run.sharing import TAG as EXCHANGE
 from ebbtide.run.sharing import Sharing
-from ebbtide.run.source import Source, replace
+from ebbtide.run.source import Source
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.terms import cost_of, settings_of, shape_of
 from ebbtide.run.traces import Known, Traces
@@ -67,6 +68,7 @@ class Session:
         source: Source | None = None,
         disk: DiskSpace | None = None,
         ranks: Ranks | None = None,
+        companions: Companions | None = None,
     ) -> None:
         """`ranks`: those that share the chunks."""
         self.module, self.config, self.backend, self.ledger = module, config, backend, ledger
@@ -88,6 +90,9 @@ class Session:
         self.updates = Updates(
             self.data, RULES[config.optimizer.name], kernels, self.executor, config.updates == "in-backward"
         )
+        self.updates.companions = companions
+        if companions is not None:
+            companions.know(names)
         self.updates.stop_nonfinite = config.nonfinite == "stop"
         self.updates.norm_wanted = config.clip is not None or config.precision == "fp16"
         self.updates.add_chunks()
@@ -115,6 +120,10 @@ class Session:
         self._plan_by(config)
         self.dispatchers = self._dispatch(layers)
         self.symbolic_note = ""
+        self.pieces = 1
+        """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
+        self.in_pieces = False
+        """Whether passes are more than one forward and one backward."""
         self.micro = 0
         """Backward passes since the last update."""
         weakref.finalize(self.executor, _release, self.store)
@@ -184,7 +193,9 @@ class Session:
     def _plan_by(self, config: Config) -> None:
         """What plans are made by, and what they move."""
         shape = shape_of(self.data, self.updates)
-        settings = settings_of(config, self.budget, self.sharing is not None)
+        companions = self.updates.companions
+        staged = companions is not None and companions.stages is not None
+        settings = settings_of(config, self.budget, self.sharing is not None or staged)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = Traces(shape, settings, cost, config.offload_activations)
         self.homes = Homes(self.updates, self.executor, self.streaming, settings, config.warmup_share)
@@ -244,7 +255,7 @@ class Session:
     def _value_here(self, member: int, source: Source | None) -> torch.Tensor:
         value = None if source is None else source.value(self.data.names[member])
         if value is None:
-            return dense(self.data.parameters[member])
+            return dense(self.data.memory[member])
         place = self.data.places[member]
         if tuple(value.stride()) != place.stride:
             value = torch.empty_strided(place.shape, place.stride, dtype=value.dtype).copy_(value)
@@ -254,15 +265,16 @@ class Session:
         """The take-over failed: the user's module is as it was. Values that a broken disk has are lost with it."""
         kernels = self.updates.kernels["host"]
         self.interceptor.remove()
-        for member, parameter in enumerate(self.data.parameters):
+        for member in range(len(self.data.parameters)):
             if self.data.taken[member] and self.data.on_meta[member]:
                 place = self.data.places[member]
                 dtype = self.data.originals[member]
-                replace(parameter, torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta"))
+                meta = torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta")
+                self.data.give_memory(member, meta)
             elif self.data.taken[member] and self.sharing is None:  # else others have some of it
                 with suppress(DiskError, IntegrityError):
                     value = self.data.load_value(member, kernels)
-                    parameter.data = value.to(self.data.originals[member])
+                    self.data.give_memory(member, value.to(self.data.originals[member]))
         if source is not None:
             source.undo()
         self.streaming.close()
@@ -334,6 +346,12 @@ class Session:
         """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
         if self._alone() and self.config.device.memory == "auto":
             return None
+        if self.in_pieces:
+            self.symbolic_note = "a pipeline's schedule runs the pass, in an order of its own"
+            return None
+        if self.updates.companions is not None and self.updates.companions.split:
+            self.symbolic_note = "tensor parallelism has split the model: its collectives cannot be imagined"
+            return None
         if self.dispatchers:
             self.symbolic_note = "experts are spread over ranks: how many tokens come is not known before"
             return None
@@ -378,12 +396,21 @@ class Session:
             self.abandon()
             raise
 
-    def backward(self, loss: torch.Tensor) -> None:
+    @contextmanager
+    def reversing(self, last: bool) -> Iterator[None]:
+        """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
         self.executor.reverse()
         with self.running():
-            loss.backward()
+            yield
             self.updates.finish_backward()
-        self._finish_pass()
+            if not last:
+                self.meet(
+                    FORWARD, self.micro
+                )  # nobody waits for another stage while a rank of this one gathers
+        if last:
+            self._finish_pass()
+        else:
+            self.executor.turn()
 
     def _finish_pass(self) -> None:
         if self.recording.finish():
@@ -409,9 +436,10 @@ class Session:
             self.sharing.meet(deed, number)
 
     def of_all_ranks(self, losses: list[torch.Tensor]) -> list[float]:
-        """Of each rank the first that is not finite, if there is one; else its last."""
+        """Of each rank the first that is not finite, if there is one; else its last. Some stages of a pipeline have
+        none."""
         values = [float(loss) for loss in losses]
-        if self.sharing is None:
+        if self.sharing is None or not values:
             return values
         bad = [value for value in values if not math.isfinite(value)]
         return [float(row) for row in self.sharing.ranks.objects((bad or values)[-1])]
@@ -430,13 +458,13 @@ class Session:
             self.meet(DONE)  # nobody is left alone with a gather that the update began
         finally:
             self.executor.finish()
-            self.micro = 0
+            self.micro, self.pieces = 0, 1
             if self.sharing is not None:
                 self.sharing.turn()
 
     def drop_gradients(self) -> None:
         self.updates.discard()
-        self.micro = 0
+        self.micro, self.pieces = 0, 1
 
     @property
     def offloaded_bytes(self) -> int:

@@ -14,6 +14,8 @@ from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError, nearest
 from ebbtide.memory.ledger import Ledger
+from ebbtide.memory.parts import is_split, part_of
+from ebbtide.run.companions import refuse_hooks, refuse_split
 from ebbtide.run.hosted import find_hosted
 from ebbtide.run.model import COMPUTE_DTYPES, refuse_parameter
 from ebbtide.units import format_size
@@ -51,9 +53,16 @@ def choose(module: nn.Module, config: Config) -> Choice:
     unmanaged: dict[str, nn.Parameter] = {}
     for name, parameter in named.items():
         refuse_parameter(name, parameter)
+        refuse_split(name, parameter)
+        part = part_of(parameter)
         by_hand = id(parameter) in on_host or any(fnmatchcase(name, pattern) for pattern in config.unmanaged)
-        chunkable = parameter.dtype in COMPUTE_DTYPES and parameter.numel() > 0
-        (managed if chunkable and not by_hand and _is_dense(parameter) else unmanaged)[name] = parameter
+        chunkable = parameter.dtype in COMPUTE_DTYPES and part.numel() > 0 and _is_dense(part)
+        if is_split(parameter) and (by_hand or not chunkable):
+            raise UnsupportedError(
+                f"{name} is a DTensor of which this process has {tuple(part.shape)} in {part.dtype}, and cannot be left "
+                "outside the chunks; split it evenly, and take it out of `unmanaged` and `host_modules`"
+            )
+        (managed if chunkable and not by_hand else unmanaged)[name] = parameter
     found = {p.dtype for p in named.values() if p.dtype.is_floating_point}
     if not managed:
         raise ConfigError(
@@ -62,6 +71,11 @@ def choose(module: nn.Module, config: Config) -> Choice:
         )
     target = PRECISIONS[config.precision] if len(found) == 1 else None
     dtypes = {n: target if target and p.dtype.is_floating_point else p.dtype for n, p in named.items()}
+    for name, parameter in managed.items():
+        refuse_hooks(name, parameter, dtypes[name])
+    for name, buffer in module.named_buffers():
+        if is_split(buffer):
+            raise UnsupportedError(f"{name} is a buffer and a DTensor; only parameters may be split")
     return Choice(managed, unmanaged, dtypes, hosted, target)
 
 
@@ -203,6 +217,7 @@ def alike(config: Config, choice: Choice) -> dict[str, object]:
     found: dict[str, object] = {key: value for key, value in config.to_dict().items() if key not in OWN}
     for what, group in (("managed", choice.managed), ("unmanaged", choice.unmanaged)):
         for name, parameter in group.items():
-            shape, stride = tuple(parameter.shape), parameter.stride()
+            part = part_of(parameter)
+            shape, stride = tuple(part.shape), part.stride()
             found[name] = (what, shape, stride, str(choice.dtypes[name]), parameter.requires_grad)
     return found

@@ -45,6 +45,7 @@ class SharedGradients:
         self._wanted: dict[int, int] = {}
         """By parameter: how often a gradient comes in a pass, where that is more than once."""
         self._plan: object = None
+        self._backwards = 1
         sharing.arrived = lambda index: [member in self._passed for member in self._data.members[index]]
         sharing.reduced = self._reduced
 
@@ -64,13 +65,14 @@ class SharedGradients:
             self._sharing.complete(place.chunk)
 
     def _times(self, member: int) -> int:
-        """How often a gradient comes, as far as it is known."""
+        """How often a gradient comes in a backward, as far as it is known."""
         plan = self._executor.course.plan
         if plan is not self._plan:
             self._plan, self._wanted = plan, {}
             for arrival in plan.record.arrivals if plan is not None else ():
                 self._wanted[arrival.parameter] = self._wanted.get(arrival.parameter, 0) + 1
-        return self._wanted.get(member, 1)
+            self._backwards = 1 if plan is None else 1 + len(plan.record.turns)
+        return max(1, self._wanted.get(member, 1) // self._backwards)
 
     def _hold(self, member: int, gradient: torch.Tensor) -> None:
         """Of an expert that this rank has: nobody else has a part of it."""

@@ -27,7 +27,7 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
 
 
 def settings_of(config: Config, budget: Callable[[str], int], shared: bool) -> Settings:
-    """`budget` by tier; `shared`: by ranks."""
+    """`budget` by tier; `shared`: gradients do not just arrive, one by one: ranks reduce them, stages add them up."""
     return Settings(
         budget("device"),
         budget("host"),

@@ -16,6 +16,7 @@ from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
 from ebbtide.errors import ConfigError
 from ebbtide.memory.ledger import Ledger
+from ebbtide.run.companions import Companions
 from ebbtide.run.ranks import Ranks, all_or_none, neighbours
 from ebbtide.run.room import Room
 from ebbtide.run.setup import resolve_budgets
@@ -50,10 +51,13 @@ class Tiers:
 _shared: dict[str, Tiers] = {}
 
 
-def open_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
+def open_tiers(config: Config, ranks: Ranks | None = None, companions: Companions | None = None) -> Tiers:
     """Fresh tiers with the config's budgets. Ranks that share chunks share what their machine has; the one with the
     least of a tier decides for all, so that they have one plan."""
-    place, count = (0, 1) if ranks is None else neighbours(ranks)
+    if companions is not None:
+        place, count = companions.neighbours
+    else:
+        place, count = (0, 1) if ranks is None else neighbours(ranks)
     with all_or_none(ranks):
         backend = open_backend(config.device.kind, config.poison)
         budgets = resolve_budgets(config, backend, count)
@@ -62,7 +66,7 @@ def open_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
         everywhere = ranks.numbers([budgets[tier] for tier in sorted(budgets)])
         budgets = {tier: min(row[i] for row in everywhere) for i, tier in enumerate(sorted(budgets))}
     with all_or_none(ranks):
-        if ranks is not None and budgets["ssd"]:
+        if (ranks is not None or companions is not None) and budgets["ssd"]:
             folders = _own_folders(config, place)
         disk = None
         if budgets["ssd"]:
@@ -80,7 +84,7 @@ def _own_folders(config: Config, place: int) -> tuple[str, ...]:
     return tuple(map(str, own))
 
 
-def shared_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
+def shared_tiers(config: Config, ranks: Ranks | None = None, companions: Companions | None = None) -> Tiers:
     """The process's tiers for this kind of device: a second engine shares the first one's budgets."""
     kind = config.device.kind
     if kind == "auto":
@@ -91,7 +95,7 @@ def shared_tiers(config: Config, ranks: Ranks | None = None) -> Tiers:
     if tiers is None or not tiers.rooms:
         if tiers is not None:
             tiers.close()
-        tiers = _shared[kind] = open_tiers(config, ranks)
+        tiers = _shared[kind] = open_tiers(config, ranks, companions)
         return tiers
     asked_of = {"device": config.device.memory, "host": config.host.memory, "ssd": config.ssd.memory}
     for tier, asked in asked_of.items():

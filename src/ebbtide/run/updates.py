@@ -17,8 +17,10 @@ import torch
 from ebbtide.errors import NonFiniteError, UnsupportedError
 from ebbtide.kernels import Kernels, Rule
 from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.parts import part_like
 from ebbtide.plan.shape import WHOLE_GRAD
 from ebbtide.run.chunk_updates import ChunkUpdates
+from ebbtide.run.companions import Companions
 from ebbtide.run.executor import Executor
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
@@ -57,6 +59,9 @@ class Updates:
         self.lock_free: LockFree | None = None
         self.shares: SharedGradients | None = None
         """Where ranks share the chunks."""
+        self.companions: Companions | None = None
+        """Those that have other parts of the model, or other stages."""
+        self._whole: dict[int, float] | None = None
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
@@ -92,7 +97,9 @@ class Updates:
         if gradient is None or self.steps.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
+        gradient = part_like(gradient, parameter)
         self.captured += 1
+        self._whole = None
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         index = self.data.places[member].chunk
@@ -185,7 +192,15 @@ class Updates:
         return total
 
     def _sums(self) -> dict[int, float]:
-        """The sum of squares of each gradient that arrived; what is on the device is read in one go."""
+        """The sum of squares of each gradient that arrived."""
+        if self.companions is None:
+            return self._sums_here()
+        if self._whole is None:
+            self._whole = self.companions.complete(self._sums_here())
+        return self._whole
+
+    def _sums_here(self) -> dict[int, float]:
+        """What is on the device is read in one go."""
         if self.shares is not None:
             return self.shares.sums()
         members = [m for m, count in enumerate(self.arrived) if count]
@@ -236,6 +251,7 @@ class Updates:
         self.taken.restore([m for m in sorted(self.taken.members) if self.arrived[m]])
         self.taken.members.clear()
         self.kept.clear()
+        self._whole = None
         for index in {self.data.places[m].chunk for m, count in enumerate(self.arrived) if count}:
             chunk = self.store.chunks["grad", index]
             if chunk.work is None:  # else it is being consumed

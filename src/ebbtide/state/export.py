@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from ebbtide.errors import DiskError
+from ebbtide.memory.parts import is_split, split_of
+from ebbtide.run.companions import others_too
 from ebbtide.run.model import dense
 from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
@@ -47,7 +49,10 @@ def export(session: Session, folder: Path, dtype: torch.dtype | None, largest: i
 class _Export:
     def __init__(self, session: Session, folder: Path, dtype: torch.dtype | None, largest: int) -> None:
         self._session, self._folder = session, folder
-        self.first = session.ranks is None or session.ranks.rank == 0
+        self._companions = session.updates.companions
+        self.first = (session.ranks is None or session.ranks.rank == 0) and (
+            self._companions is None or self._companions.first
+        )
         self._managed = set(values.names(session))
         self._tensors: dict[str, torch.Tensor] = {
             **dict(session.module.named_parameters()),  # tied ones once, by their first name
@@ -65,7 +70,9 @@ class _Export:
 
     def _bytes(self, key: str) -> int:
         span = self._session.layout.spans.get(key)  # of an expert on another rank, the module has no elements
-        return (self._tensors[key].numel() if span is None else span.numel) * self._dtypes[key].itemsize
+        if span is None or is_split(self._tensors[key]):
+            return self._tensors[key].numel() * self._dtypes[key].itemsize
+        return span.numel * self._dtypes[key].itemsize
 
     def _cut(self, largest: int) -> list[list[str]]:
         """The keys of each file."""
@@ -84,20 +91,23 @@ class _Export:
         dtype = self._dtypes[key]
         if key not in self._managed:
             return self._tensors[key].detach().to("cpu", dtype, copy=True).contiguous()
-        found = values.load(self._session, key)
+        found, split = self._rounded(values.load(self._session, key), dtype), split_of(self._tensors[key])
+        return (found if split is None else split.whole(found)).contiguous()
+
+    def _rounded(self, found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if found.dtype == dtype:
-            return found.contiguous()
+            return found
         if found.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
-            return found.to(dtype).contiguous()
+            return found.to(dtype)
         rounded = torch.empty_strided(found.shape, found.stride(), dtype=dtype)
         self._session.updates.kernels["host"].split(dense(found), dense(rounded), None)
-        return rounded.contiguous()
+        return rounded
 
     # -- what one rank does for all -------------------------------------------------------------------
 
     def by_the_first(self, work: Callable[[], None]) -> None:
         """What it raises is raised on all."""
-        with all_or_none(self._session.ranks):
+        with others_too(self._companions), all_or_none(self._session.ranks):
             if not self.first:
                 return
             try:

@@ -211,6 +211,12 @@ def find(path: str | Path) -> Path:
     return found
 
 
+def step_of(checkpoint: Path) -> int:
+    """By its name; -1 where somebody has given it another."""
+    name = NAME.fullmatch(checkpoint.name)
+    return int(name[1]) if name else -1
+
+
 def sync(path: Path) -> None:
     """The entries of a folder, or the content of a file."""
     number = os.open(path, os.O_RDONLY)

@@ -72,7 +72,7 @@ def guard(session: Session) -> None:
                 value = values.load(session, session.data.names[member])
                 dtype = session.data.parameter_chunk(session.data.places[member].chunk).dtype
                 exact = value if dtype == torch.float32 else _rounded(session, value, dtype)
-                state[prefix + name] = exact
+                state[prefix + name] = values.whole(session, session.data.names[member], exact)
 
     def refuse(module: nn.Module, *_: Any) -> NoReturn:
         raise UnsupportedError(

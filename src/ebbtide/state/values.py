@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import ConfigError, nearest
+from ebbtide.memory.parts import part_like, split_of
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
 
@@ -18,6 +19,7 @@ def names(session: Session) -> list[str]:
 
 
 def load(session: Session, name: str) -> torch.Tensor:
+    """Of a parameter that tensor parallelism has split, this process's part."""
     if name in session.unmanaged.parameters:
         parameter = session.unmanaged.parameters[name].detach()
         master = session.unmanaged.masters.get(name)
@@ -26,6 +28,14 @@ def load(session: Session, name: str) -> torch.Tensor:
         return master.cpu().clone().as_strided(parameter.shape, parameter.stride())
     member = session.data.names.index(name)
     return session.data.load_value(member, session.updates.kernels["host"])
+
+
+def whole(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A parameter's value as the module has it: around a part the DTensor that it is of."""
+    if name in session.unmanaged.parameters:
+        return value
+    split = split_of(session.data.parameters[session.data.names.index(name)])
+    return value if split is None else split.around(value)
 
 
 def save(session: Session, name: str, value: torch.Tensor) -> None:
@@ -40,6 +50,7 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
         return
     member = session.data.names.index(name)
     place = session.data.places[member]
+    value = part_like(value, session.data.parameters[member])
     _same_shape(name, value, place.shape)
     laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32)
     store(session, member, dense(laid.copy_(value)))
@@ -66,7 +77,11 @@ def gradient(session: Session, name: str) -> torch.Tensor | None:
     if not updates.arrived[member] and not elsewhere:
         return None
     if member in updates.kept:
-        return updates.kept[member].to("cpu", torch.float32, copy=True).div_(session.config.accumulate)
+        return (
+            updates.kept[member]
+            .to("cpu", torch.float32, copy=True)
+            .div_(session.config.accumulate * session.pieces)
+        )
     place, share = session.data.places[member], session.data.shares[member]
     flat = torch.empty(place.numel)
     if share.numel:
@@ -76,7 +91,7 @@ def gradient(session: Session, name: str) -> torch.Tensor | None:
         for start, piece in chunk.slices(tier, share.offset, share.numel):
             flat[share.first + start : share.first + start + piece.numel()].copy_(piece)
     session.data.collect(member, flat)
-    flat /= session.config.accumulate
+    flat /= session.config.accumulate * session.pieces
     return flat.as_strided(place.shape, place.stride)
 
 
@@ -88,7 +103,7 @@ def state_dict(session: Session) -> dict[str, torch.Tensor]:
     for name, parameter in session.module.named_parameters(remove_duplicate=False):
         owner = first[id(parameter)]
         if owner not in loaded:
-            loaded[owner] = load(session, owner)
+            loaded[owner] = whole(session, owner, load(session, owner))
         found[name] = loaded[owner]
     for name, buffer in persistent_buffers(session.module):
         found[name] = buffer.detach().cpu().clone()

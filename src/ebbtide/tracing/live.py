@@ -32,6 +32,7 @@ class Recorder:
         self._saved: list[Saved] = []
         self._away = 0
         self._seen = 0
+        self._turns: list[int] = []
         meter.take_peak()
         meter.take_work()
 
@@ -91,6 +92,10 @@ class Recorder:
     def arrival(self, parameter: int) -> None:
         self._arrivals.append(Arrival(parameter, self.index))
 
+    def turn(self) -> None:
+        """A backward is over, and the pass is not."""
+        self._turns.append(self.index + 1)
+
     def finish(self) -> Record:
         self._close()
         for run in list(self._open):
@@ -106,4 +111,5 @@ class Recorder:
             self._source,
             between,
             tuple(self._saved),
+            tuple(self._turns),
         )

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.memory.parts import kind_of_parts, part_of
 from ebbtide.record import Work
 from ebbtide.tracing.cost import tensors_in, work_of
 from ebbtide.tracing.elsewhere import Rules
@@ -52,9 +53,13 @@ class StorageMeter(TorchDispatchMode):
         self._known: dict[Work, Work] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and (kind := kind_of_parts()) is not None and any(issubclass(one, kind) for one in types):
+            return NotImplemented  # what it does with the parts is seen
         if func is _DEVICE:  # asked for at every turn
             return getattr(args[0], "fake_device", None) or func(*args)
         out = func(*args, **(kwargs or {}))
+        if self._device is not None and isinstance(out, torch.Tensor) and out.is_meta:
+            return out  # somebody only asks what shape it would have
         work = work_of(func, args, kwargs or {}, out)
         if work is not None:
             self._work.append(self._known.setdefault(work, work))
@@ -80,6 +85,7 @@ class StorageMeter(TorchDispatchMode):
             self._alive -= known.nbytes()
 
     def _note(self, tensor: torch.Tensor) -> None:
+        tensor = part_of(tensor)
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
