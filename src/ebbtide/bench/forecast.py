@@ -16,14 +16,12 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from ebbtide.backend.heap import keep_freed_memory
-from ebbtide.bench.steps import Ours, tokens
+from ebbtide.bench.steps import Ours, alone, tokens
 from ebbtide.config import Config
 from ebbtide.doctor.examine import BRIEF, FULL, Effort, examine
 from ebbtide.doctor.written import machine_toml
@@ -78,17 +76,17 @@ def run(
         kept = _Journal(journal)
         if not kept.machines:
             report("measuring the machine")
-            kept.add_machine(_examined(disk, FULL))
+            kept.add_machine(alone(_examine, disk, FULL))
         path.write_text(machine_toml(kept.machines[0], "As it was found at first."), encoding="utf-8")
         jobs = list(_jobs(models, seqs, kept.machines[0]))
         for number in range(VISITS + 1):
             for case, forecaster in jobs:
                 seen = kept.visits[case]
                 if len(seen) == number and (number < VISITS or _apart(seen)):
-                    kept.add_visit(case, _visit(case, path, forecaster.config, disk, repeats))
+                    kept.add_visit(case, alone(_measured, case, path, forecaster.config, disk, repeats))
                     step = seen[-1]["step_seconds"]
                     report(f"{case.model}, sequence {case.seq}, {case.name}: {step:.3f} s a step")
-                    kept.add_machine(_examined(disk, BRIEF))
+                    kept.add_machine(alone(_examine, disk, BRIEF))
         machine = Machine.read(_middle([one.to_dict() for one in kept.machines]))
         rows = [_row(case, _forecast(f, machine, case), kept.visits[case]) for case, f in jobs]
     return {"machine": machine.to_dict(), "repeats": repeats, **_summary(rows), "rows": rows}
@@ -128,11 +126,6 @@ class _Journal:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
-
-
-def _examined(folder: Path, effort: Effort) -> Machine:
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-        return alone.submit(_examine, folder, effort).result()
 
 
 def _examine(folder: Path, effort: Effort) -> Machine:
@@ -188,12 +181,6 @@ def _cases(forecaster: Forecaster, machine: Machine, model: str, seq: int) -> It
 def _forecast(forecaster: Forecaster, machine: Machine, case: Case) -> Forecast:
     budgets = machine.with_memory(case.device, case.host, case.ssd)
     return forecaster.answer(budgets, Workload(BATCH, case.seq), explain=False)
-
-
-def _visit(case: Case, path: Path, config: Config, folder: Path, repeats: int) -> dict[str, Any]:
-    """In a process of its own: what one engine leaves in the heap is not the next one's to bear."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-        return alone.submit(_measured, case, path, config, folder, repeats).result()
 
 
 def _row(case: Case, forecast: Forecast, visits: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,16 +10,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ebbtide.bench.ssd import bound_of, peak_rss
-from ebbtide.bench.steps import LR, Ours, drawn_quickly
+from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import update
 from ebbtide.forecaster import Forecaster, Workload
@@ -65,11 +63,9 @@ def run(
         if ssd:
             config["ssd"] = {"folder": scratch, "memory": ssd}
         report(f"{spec.name}: {steps} steps after one that is traced")
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            found = alone.submit(_train, spec, config, seq, batch, steps).result()
+        found = alone(_train, spec, config, seq, batch, steps)
         report("what cores and disk must do")
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            forward, backward = alone.submit(_passes, spec, seq, batch).result()
+        forward, backward = alone(_passes, spec, seq, batch)
         disk = disks.measure(Path(scratch), 4 * 10**9, 3, 2.0)
     ceilings = {
         "disk_read": disk.read,

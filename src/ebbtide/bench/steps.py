@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
 
 LR = 1e-4
+Result = TypeVar("Result")
 
 
 def tokens(model: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
@@ -112,6 +113,12 @@ def in_process(
     with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
         yield pool
         pool.submit(end).result()
+
+
+def alone(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a function returns in a process of its own, for the same reason."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def race(jobs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:

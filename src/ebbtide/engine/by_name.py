@@ -81,7 +81,7 @@ class ByName(Held):
         """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
         are found right."""
         session = self._open()
-        if session.updates.companions is not None and session.updates.companions.split:
+        if self._companions is not None and self._companions.split:
             raise UnsupportedError(
                 "load_weights: tensor parallelism has split the module; load_state_dict() takes whole tensors, too"
             )

@@ -7,6 +7,7 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.errors import StateError
+from ebbtide.run.companions import Companions
 from ebbtide.run.session import Session
 
 
@@ -26,6 +27,11 @@ class Held:
         if self._closed:
             raise StateError("the engine is closed; initialize() another one")
         return self._session
+
+    @property
+    def _companions(self) -> Companions | None:
+        """Those that have the rest of the model."""
+        return self._session.updates.companions
 
     def _check(self) -> None:
         broken = self._broken or self._open().executor.updater.failed

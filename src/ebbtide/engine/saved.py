@@ -50,8 +50,7 @@ class Saved(Held):
 
     def _of_part(self, path: Path) -> Path:
         """Where a process has a part of the model, that has a folder of its own in the run's."""
-        companions = self._session.updates.companions
-        return path if companions is None else path / companions.label
+        return path if self._companions is None else path / self._companions.label
 
     def wait_for_save(self) -> None:
         """Until a checkpoint that is written in the background is there; raises where it could not be written."""
@@ -65,7 +64,7 @@ class Saved(Held):
         session = self._open()
         self._saver.settle()
         session.meet(LOAD, self.steps)
-        companions, own = session.updates.companions, self._of_part(Path(path))
+        companions, own = self._companions, self._of_part(Path(path))
         with others_too(companions):
             folder = together.find(own if own.is_dir() else path, session.ranks)
         if companions is not None:
@@ -95,7 +94,7 @@ class Saved(Held):
         """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
         `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
         session = self._open()
-        if session.updates.companions is not None and session.updates.companions.stages is not None:
+        if self._companions is not None and self._companions.stages is not None:
             raise UnsupportedError(
                 "export: this engine has one stage of a model, and the file format knows whole ones; use save(), or "
                 "state_dict() of each stage"

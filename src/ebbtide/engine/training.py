@@ -317,8 +317,8 @@ class Engine(ByName, Saved):
             total = updates.square_sum()
             for name in sorted(squares := session.unmanaged.squares()):
                 total += squares[name]
-            if updates.companions is not None:
-                total = updates.companions.total(total)
+            if self._companions is not None:
+                total = self._companions.total(total)
             norm = math.sqrt(total) * unscale
         if self.config.clip is not None and norm is not None:
             factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
@@ -330,8 +330,7 @@ class Engine(ByName, Saved):
 
     def _nonfinite(self, losses: list[torch.Tensor]) -> str:
         """Why the step cannot be taken, the same on all processes that train the model."""
-        companions = self._session.updates.companions
-        said = (lambda text: text) if companions is None else companions.said
+        said = (lambda text: text) if self._companions is None else self._companions.said
         bad = [loss for loss in self._session.of_all_ranks(losses) if not math.isfinite(loss)]
         if found := said(f"the loss is {bad[0]}" if bad else ""):
             return found

@@ -7,8 +7,6 @@ have said theirs. Whatever they do together they do in one order: parts of tenso
 
 from __future__ import annotations
 
-import socket
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +18,7 @@ from torch import nn
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.memory.parts import is_split
-from ebbtide.run.ranks import Ranks, all_or_none
+from ebbtide.run.ranks import Ranks, all_or_none, among, host
 
 ALIKE = ("accumulate", "clip", "nonfinite", "precision")
 """Settings that are about the whole model."""
@@ -36,8 +34,8 @@ class Companions:
         self._groups = [(Ranks(group), names) for group, names in groups.values()]
         self.stages = None if stages is None or dist.get_world_size(stages) == 1 else Ranks(stages)
         self._members: list[list[int]] = []
-        here, host = dist.get_rank(), (socket.gethostname(), uuid.getnode())
-        hosts, parts = {here: host}, {tuple(sharing)}
+        here = dist.get_rank()
+        hosts, parts = {here: host()}, {tuple(sharing)}
         for one in [*([] if ranks is None else [ranks]), *self._all]:
             for their_hosts, their_parts in one.objects((hosts, parts)):
                 hosts, parts = hosts | their_hosts, parts | their_parts
@@ -46,8 +44,7 @@ class Companions:
         """Whether this process has the first part: one of those that have it writes for all."""
         self.label = f"part-{found.index(tuple(sharing))}-of-{len(found)}"
         """Which part of the model this process has."""
-        near = sorted(rank for rank, theirs in hosts.items() if theirs == host)
-        self.neighbours = (near.index(here), len(near))
+        self.neighbours = among(hosts, here)
         """Which of the processes on this machine that train the model this one is, and how many they are."""
 
     @property

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ebbtide.errors import ConfigError, RanksError, StateError
 from ebbtide.memory.passage import alias
 
+Host = tuple[str, int]
 ROLL_CALL = 5.0
 """Seconds that others have to say that they are there."""
 GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD, TOKENS, BEGIN, FORWARD, DONE = range(1, 13)
@@ -303,9 +304,18 @@ def open_ranks(group: dist.ProcessGroup | None) -> Ranks | None:
 
 def neighbours(ranks: Ranks) -> tuple[int, int]:
     """Which of the ranks on this machine this one is, and how many they are."""
-    hosts = ranks.objects((socket.gethostname(), uuid.getnode()))
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-    return here.index(ranks.rank), len(here)
+    return among(dict(enumerate(ranks.objects(host()))), ranks.rank)
+
+
+def host() -> Host:
+    """What tells this machine from others."""
+    return socket.gethostname(), uuid.getnode()
+
+
+def among(hosts: Mapping[int, Host], rank: int) -> tuple[int, int]:
+    """Which of those on its machine a rank is, and how many they are."""
+    here = sorted(other for other, host in hosts.items() if host == hosts[rank])
+    return here.index(rank), len(here)
 
 
 @contextmanager
