@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.run.ahead import Ahead
+from ebbtide.run.wishes import GATHER, REDUCE
 
-REDUCE = 2
 Pass = list[tuple[int, list[int]]]
 """Agreements, each with the gathers that are wanted after it."""
 
@@ -19,17 +19,17 @@ def play(ahead: Ahead, passes: list[Pass], others: int = 0) -> list[tuple[int, b
     def follow(wanted: list[int]) -> None:
         for index in wanted:
             while (promised := ahead.promised) is not None:
-                ahead.kept(promised == index)
-                found.append((promised, True))
-                if promised == index:
+                ahead.kept(promised[1] == index)
+                found.append((promised[1], True))
+                if promised[1] == index:
                     break
             else:
                 ahead.heard(max(others, ahead.wanted))
-                ahead.gathered(index)
+                ahead.did((GATHER, index, 0))
                 found.append((index, False))
         while (promised := ahead.promised) is not None:
             ahead.kept(False)
-            found.append((promised, True))
+            found.append((promised[1], True))
         ahead.heard(max(others, ahead.wanted))
 
     for one in passes:
@@ -75,8 +75,26 @@ def test_nothing_is_promised_beyond_a_pass() -> None:
     play(ahead, [[(7, [0])]] * 3)
     assert ahead.promised is None
     ahead.agreed(REDUCE, 7)
-    ahead.gathered(0)
+    ahead.did((GATHER, 0, 0))
     assert ahead.promised is None
+
+
+def test_what_could_not_be_done_ends_what_is_promised() -> None:
+    """Until it was done twice again."""
+    ahead = Ahead()
+    step = [(7, [0, 1, 2])]
+    play(ahead, [step] * 2)
+    ahead.begin()
+    ahead.agreed(REDUCE, 7)
+    ahead.kept(True)
+    assert ahead.promised == (GATHER, 1, 0)
+    ahead.kept(False)
+    ahead.refused()
+    assert ahead.promised is None
+    ahead.heard(2)
+    ahead.end()
+    assert play(ahead, [step]) == [(0, True), (1, False), (2, False)]
+    assert [promised for _, promised in play(ahead, [step] * 2)] == [True, False, False, True, True, True]
 
 
 def test_passes_that_are_never_alike_do_not_fill_the_memory() -> None:

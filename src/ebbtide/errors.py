@@ -77,3 +77,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: "; did you mean 'x'?", or nothing."""
     close = difflib.get_close_matches(word, list(choices), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def second_gradient(name: str) -> UnsupportedError:
+    """Where a chunk is updated as soon as its gradients are there."""
+    return UnsupportedError(
+        f"{name} received a second gradient in one backward pass (a weight shared by reentrant checkpoints?), which "
+        'updates = "in-backward" cannot take back; use updates = "exact"'
+    )

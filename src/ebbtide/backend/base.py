@@ -9,6 +9,7 @@ is what the host's own reads and writes need.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,9 @@ class Backend(Protocol):
 
     def mark(self) -> Event:
         """The end of everything that the compute stream was given so far."""
+
+    def apart(self, after: Event) -> AbstractContextManager[None]:
+        """What another thread starts within comes after a mark, and not after what the compute stream has since."""
 
     def aliases(self, memory: torch.Tensor) -> int:
         """How many tensors share the memory's storage: more than we made means that somebody still uses it."""

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -141,6 +142,9 @@ class CpuBackend:
         rate = self._rates.get(link)
         if rate:
             time.sleep(max(0.0, source.numel() / rate - (time.perf_counter() - start)))
+
+    def apart(self, after: Event) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def aliases(self, memory: torch.Tensor) -> int:
         return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)

@@ -10,6 +10,8 @@ events that the host itself synchronises with before it reads, writes or reuses 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -81,6 +83,7 @@ class CudaBackend:
         self._streams = {
             link: torch.cuda.Stream(self.device) for link in ("host_to_device", "device_to_host")
         }
+        self._apart = torch.cuda.Stream(self.device)
         self._held = {"device": 0, "host": 0}
         self._meter: Any = None
         self._storages: set[int] = set()
@@ -145,6 +148,13 @@ class CudaBackend:
             destination.copy_(source, non_blocking=True)
             event.record(stream)
         return StreamEvent(event)
+
+    @contextmanager
+    def apart(self, after: Event) -> Iterator[None]:
+        assert isinstance(after, StreamEvent)
+        after.hold(self._apart)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._apart):
+            yield
 
     def aliases(self, memory: torch.Tensor) -> int:
         return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)

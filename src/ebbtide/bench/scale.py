@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from ebbtide.bench.ssd import bound_of, peak_rss
+from ebbtide.bench.ssd import bound_of, measure_ceilings, peak_rss
 from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly
-from ebbtide.doctor import disk as disks
-from ebbtide.doctor.memory import update
 from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.forecasts import find_largest
 from ebbtide.models import ModelSpec, find_model
@@ -66,13 +64,7 @@ def run(
         found = alone(_train, spec, config, seq, batch, steps)
         report("what cores and disk must do")
         forward, backward = alone(_passes, spec, seq, batch)
-        disk = disks.measure(Path(scratch), 4 * 10**9, 3, 2.0)
-    ceilings = {
-        "disk_read": disk.read,
-        "disk_write": disk.write,
-        "disk_mixed": disk.mixed,
-        "update": update(torch.get_num_threads(), 20_000_000, 5),
-    }
+        ceilings = measure_ceilings(Path(scratch))
     bound = bound_of(forward, backward, found, ceilings, clipped=False)
     return {
         "model": spec.name,

@@ -195,6 +195,23 @@ def ranks(
 
 
 @bench.command()
+def save(
+    model: Model = "gpt2-1b",
+    repeats: Annotated[int, Option(help="Checkpoints of each kind.")] = 3,
+    folder: Annotated[
+        Path | None,
+        Option(help="On the disk to be used, with room for four checkpoints; left out, the system's."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """How fast a checkpoint is written, against what the disk takes in the same minute, and what RAM that takes."""
+    at_least("--repeats", repeats, 1)
+    from ebbtide.bench.save import run
+
+    _print(run(model, repeats, folder, report=_say), json)
+
+
+@bench.command()
 def overlap(
     unit: Annotated[float, Option(help="Seconds of each sleep.")] = 0.02,
     repeats: Repeats = 5,

@@ -32,6 +32,8 @@ class Disk:
     write: float
     mixed: float
     """Both at once, together."""
+    cpu: float
+    """Seconds of one core for each byte that is read or written: what the system has to do for it."""
 
 
 def measure(folder: Path, size: int, rounds: int, limit: float) -> Disk:
@@ -54,7 +56,16 @@ def measure(folder: Path, size: int, rounds: int, limit: float) -> Disk:
     finally:
         os.close(file)
     rates = {name: statistics.median(values) for name, values in found.items()}
-    return Disk(str(folder), file_system(folder), direct, free, rates["read"], rates["write"], rates["mixed"])
+    return Disk(
+        str(folder),
+        file_system(folder),
+        direct,
+        free,
+        rates["read"],
+        rates["write"],
+        rates["mixed"],
+        area.cpu_seconds / area.moved,
+    )
 
 
 def _free(folder: Path, size: int) -> int:
@@ -100,6 +111,8 @@ class _Area:
 
     def __init__(self, file: int, direct: bool, blocks: int) -> None:
         self.blocks = blocks
+        self.cpu_seconds, self.moved = 0.0, 0
+        """Of all that was timed."""
         self._file = file
         self._direct = direct
         # As the SSD tier has them, in huge pages: with small ones a fast disk gives half of its rate.
@@ -138,7 +151,7 @@ class _Area:
                 errors.append(error)
 
         threads = [threading.Thread(target=job, args=(place, *one)) for place, one in enumerate(jobs)]
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -147,6 +160,8 @@ class _Area:
             raise errors[0]
         if not self._direct:
             os.fsync(self._file)
+        self.cpu_seconds += time.process_time() - cpu
+        self.moved += sum(moved)
         return sum(moved) / (time.perf_counter() - begin)
 
     def _forget(self) -> None:

@@ -12,8 +12,8 @@ from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
 from ebbtide.run.companions import others_too
 from ebbtide.run.course import IDLE
-from ebbtide.run.ranks import LOAD, SAVE
 from ebbtide.run.scaler import LossScaler
+from ebbtide.run.wishes import LOAD, SAVE
 from ebbtide.state import checkpoint, resume, together
 from ebbtide.state.export import export
 from ebbtide.state.folders import step_of

@@ -22,11 +22,12 @@ from ebbtide.optimizer import make_optimizer
 from ebbtide.run.companions import Companions, find_companions, others_too
 from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
-from ebbtide.run.ranks import LOSS, STEP, Ranks, all_or_none, open_ranks
+from ebbtide.run.ranks import Ranks, all_or_none, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
 from ebbtide.run.setup import Choice, alike, choose, refuse_nowhere, refuse_unbuilt, signature_of
 from ebbtide.run.tiers import Tiers, shared_tiers
+from ebbtide.run.wishes import LOSS, STEP
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start

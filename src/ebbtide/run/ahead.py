@@ -1,10 +1,10 @@
-"""Gathers that ranks need not agree on any more, for they did the same the last two times.
+"""Collectives that ranks need not agree on any more, for they did the same the last two times.
 
-Between two things that ranks agree on in a pass they gather chunks, mostly the same ones in each step. All ranks have
-seen the same agreements and taken part in the same gathers, so all know the same of what follows: what did so twice is
-promised, and done without asking. A rank that wants something else first does what it has promised, for the others
-count on it. With each agreement ranks say how much of what was promised they had a use for, and the rest is not
-promised again.
+Between two things that ranks agree on in a pass they gather chunks and reduce gradients, mostly the same ones in each
+step. All ranks have seen the same agreements and taken part in the same collectives, so all know the same of what
+follows: what did so twice is promised, and done without asking. A rank that wants something else first does what it has
+promised, for the others count on it. With each agreement ranks say how much of what was promised they had a use for, and
+the rest is not promised again. A reduction that some rank is not ready for ends what is promised.
 
 Note [within a pass]: nothing is promised beyond it. Values change between passes, and a rank that has yet to change them
 would give old ones to those that are ahead of it.
@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+Item = tuple[int, int, int]
+"""(deed, subject, check)."""
+Run = list[Item | None]
+"""None: what was promised, and could not be done."""
 Key = tuple[int, int, int]
 """(how many agreements since the pass began, what was agreed on, its subject)."""
 MOST = 100_000
@@ -25,21 +29,21 @@ class Ahead:
         self._count = 0
         self._key: Key | None = None
         """None: no pass is under way."""
-        self._promise: Sequence[int] = ()
+        self._promise: Sequence[Item] = ()
         self._done = 0
         """Of what is promised."""
         self.wanted = 0
         """How far this rank had a use for it."""
-        self._run: list[int] = []
-        """Chunks that all ranks gathered since the last agreement on something else."""
-        self._last: dict[Key, Sequence[int]] = {}
+        self._run: Run = []
+        """What all ranks did since the last agreement on something else."""
+        self._last: dict[Key, Run] = {}
         """The run that followed, the last time."""
-        self._twice: dict[Key, Sequence[int]] = {}
+        self._twice: dict[Key, Sequence[Item]] = {}
         """What the last two had in common, from their beginning."""
 
     @property
-    def promised(self) -> int | None:
-        """The chunk that all ranks gather next, whatever they want."""
+    def promised(self) -> Item | None:
+        """What all ranks do next, whatever they want."""
         return self._promise[self._done] if self._done < len(self._promise) else None
 
     def kept(self, wanted: bool) -> None:
@@ -49,18 +53,25 @@ class Ahead:
         if wanted:
             self.wanted = self._done
 
+    def refused(self) -> None:
+        """What was promised last could not be done, for some rank was not ready: it has left the way, and what else was
+        promised would not be done either."""
+        if self._run:
+            self._run[-1] = None
+        self._promise = self._promise[: self._done]
+
     def heard(self, wanted: int) -> None:
         """Ranks agree on something: how far any of them had a use for what was promised."""
         self._run[wanted : self._done] = ()
         self._promise, self._done, self.wanted = (), 0, 0
 
-    def gathered(self, index: int) -> None:
-        """By all ranks, as they agreed."""
+    def did(self, item: Item) -> None:
+        """All ranks alike, as they agreed; it may be promised."""
         if self._key is not None:
-            self._run.append(index)
+            self._run.append(item)
 
     def agreed(self, deed: int, subject: int) -> None:
-        """On something else than a gather for all."""
+        """On something that is never promised."""
         if self._key is None:
             return
         self._learn()
@@ -98,11 +109,11 @@ class Ahead:
         self._last[self._key] = self._run
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
+def _common(one: Run, other: Run) -> Sequence[Item]:
     """What both begin with."""
-    count = 0
+    found: list[Item] = []
     for a, b in zip(one, other, strict=False):
-        if a != b:
+        if a is None or a != b:
             break
-        count += 1
-    return one[:count]
+        found.append(a)
+    return found

@@ -11,36 +11,23 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ebbtide.backend import Event, Stream
 from ebbtide.errors import ConfigError, RanksError, StateError
 from ebbtide.memory.passage import alias
+from ebbtide.run.wishes import Wish
 
 Host = tuple[str, int]
 ROLL_CALL = 5.0
 """Seconds that others have to say that they are there."""
-GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD, TOKENS, BEGIN, FORWARD, DONE = range(1, 13)
-WISHES = {
-    GATHER: "gathers chunk",
-    REDUCE: "reduces the gradients of chunk",
-    END: "ends a backward pass; chunks left:",
-    LOSS: "begins a backward pass, number",
-    STEP: "takes a step, number",
-    VALUES: "reads or writes values by name, of parameter",
-    SAVE: "saves after step",
-    LOAD: "loads after step",
-    BEGIN: "begins a forward pass, micro-batch",
-    FORWARD: "ends a forward pass, micro-batch",
-    DONE: "ends an update, step",
-    TOKENS: "exchanges tokens with experts (ten times the layer, and which exchange):",
-}
 
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,23 +38,6 @@ def _lent(memory: torch.Tensor) -> torch.Tensor:
     """What a collective is given: on a CPU its thread holds the tensors a moment longer than its end, and use counts say
     who may be evicted. Whoever starts it keeps the memory."""
     return alias(memory.view(torch.uint8)) if memory.is_cpu else memory
-
-
-class Wish(NamedTuple):
-    """What a rank wants next."""
-
-    deed: int
-    subject: int
-    """A chunk, or what else it is about; at the end of a pass, how many chunks wait."""
-    round: int
-    """How many passes it has begun, and steps it has ended."""
-    check: int = 0
-    """Equal where ranks know the same of what they want."""
-    used: int = 0
-    """How far it had a use for gathers that were promised."""
-
-    def __str__(self) -> str:
-        return f"{WISHES[self.deed]} {self.subject} (round {self.round})"
 
 
 class Pending:
@@ -82,8 +52,26 @@ class Pending:
         with self._ranks.naming():
             self._ranks.wait(self._work)
 
+    synchronize = wait
+
     def done(self) -> bool:
         return bool(self._work.is_completed())
+
+
+class Saying:
+    """A few integers of each rank, on their way."""
+
+    __slots__ = ("_found", "_here", "_ranks", "_work")
+
+    def __init__(self, work: Any, ranks: Ranks, here: torch.Tensor, found: torch.Tensor) -> None:
+        self._work, self._ranks, self._here, self._found = work, ranks, here, found
+
+    def heard(self) -> list[list[int]]:
+        """By rank."""
+        with self._ranks.naming():
+            self._work.wait()
+        rows: list[list[int]] = self._found.view(self._ranks.size, -1).tolist()
+        return rows
 
 
 class Ranks:
@@ -95,32 +83,44 @@ class Ranks:
         self.agreements = 0
         self.control, self._engine = _control_of(group)
         """Carries no data, and needs no GPU."""
-        self._timeout = _timeout_of(group)
+        self.timeout = _timeout_of(group)
 
     @property
     def patience(self) -> float:
         """Seconds that others are waited for."""
-        return (self._timeout or dist.default_pg_timeout).total_seconds()
+        return (self.timeout or dist.default_pg_timeout).total_seconds()
 
     # -- agreeing -------------------------------------------------------------------------------------
 
     def agree(self, wish: Wish) -> list[Wish]:
         """What each rank wants, by rank."""
         self.agreements += 1
-        found = self.numbers((self._engine, *wish))
+        return [Wish(*row) for row in self._of_this_engine(self.say((self._engine, *wish)))]
+
+    def say_ready(self, ready: bool) -> Callable[[], bool]:
+        """Starts telling the others; what is returned waits for theirs, and says whether all are ready."""
+        said = self.say((self._engine, ready))
+        return lambda: all(row[0] for row in self._of_this_engine(said))
+
+    def _of_this_engine(self, said: Saying) -> list[list[int]]:
+        found = said.heard()
         if any(row[0] != self._engine for row in found):
             raise StateError(
                 "ranks are at different engines of theirs: all of them must call all engines' methods in the same order"
             )
-        return [Wish(*row[1:]) for row in found]
+        return [row[1:] for row in found]
 
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """A few integers of each rank."""
-        here = torch.tensor(mine, dtype=torch.int64)
-        found = torch.empty(self.size * len(mine), dtype=torch.int64)
-        with self.naming():
-            _all_gather(found, here, self.control)
-        return [[int(number) for number in row] for row in found.view(self.size, -1).tolist()]
+        return self.say(mine).heard()
+
+    def say(self, mine: Sequence[int]) -> Saying:
+        """Starts telling the others a few integers, and hearing theirs."""
+        with self.naming(), _disable_current_modes():
+            here = torch.tensor(mine, dtype=torch.int64)
+            found = torch.empty(self.size * len(mine), dtype=torch.int64)
+            work = _all_gather(found, here, self.control, async_op=True)
+        return Saying(work, self, here, found)
 
     def objects(self, mine: Any) -> list[Any]:
         """Something small of each rank."""
@@ -182,10 +182,10 @@ class Ranks:
     def wait(self, work: Any) -> None:
         """On a CPU not longer than the group's timeout: some of gloo's operations know none, and wait for ever where a
         link is cut without a word. On a machine with GPUs that is the watchdog's."""
-        if self._timeout is None:
+        if self.timeout is None:
             work.wait()
         else:
-            work.wait(self._timeout)
+            work.wait(self.timeout)
 
     def _p2p(self, deed: Any, memory: torch.Tensor, rank: int) -> Any:
         return dist.P2POp(deed, memory, group=self.group, group_peer=rank)
@@ -193,13 +193,6 @@ class Ranks:
     def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         each = whole.numel() // self.size
         return whole[rank * each : (rank + 1) * each]
-
-    def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Pending:
-        """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""
-        self.sent += whole.nbytes // self.size * (self.size - 1)
-        with self.naming(), _disable_current_modes():
-            work = dist.all_to_all_single(_lent(received), _lent(whole), group=self.group, async_op=True)
-            return Pending(work, self)
 
     def swap(
         self, received: torch.Tensor, rows: torch.Tensor, came: Sequence[int], sent: Sequence[int]
@@ -227,6 +220,37 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise lost(self.rank, self.size, error) from error
+
+
+class Exchanges:
+    """Exchanges of gradients, which a thread starts: one for all engines of the same members, so that they start in the
+    order in which they were asked for. The group is our own: the user's has the user's collectives, at any place of a
+    pass."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        key = _members(ranks.group)
+        if key not in _crossings:
+            backend = dist.get_backend_config(ranks.group)
+            made = _new_group(key[1:], backend=backend, timeout=ranks.timeout)
+            _crossings[key] = made, Stream("ebbtide-exchange")
+        self._group, self._stream = _crossings[key]
+
+    def submit(self, job: Callable[[], None]) -> Event:
+        """On the thread."""
+        return self._stream.submit(job)
+
+    def announce(self, ready: bool) -> Callable[[], bool]:
+        """Tells the others whether this rank is ready. What is returned waits for what they say: whether all are."""
+        return self._ranks.say_ready(ready)
+
+    def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Pending:
+        """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""
+        ranks = self._ranks
+        ranks.sent += whole.nbytes // ranks.size * (ranks.size - 1)
+        with ranks.naming(), _disable_current_modes():
+            work = dist.all_to_all_single(_lent(received), _lent(whole), group=self._group, async_op=True)
+            return Pending(work, ranks)
 
 
 def lost(rank: int, size: int, error: RuntimeError) -> RanksError:
@@ -282,17 +306,29 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 _controls: dict[tuple[int, ...], list[Any]] = {}
 """By the members of a group: one of their own for what they agree on, and the engines that they have had."""
+_crossings: dict[tuple[int, ...], tuple[Any, Stream]] = {}
+"""By members: a group of their own for exchanges, and the thread that starts them."""
 
 
 def _control_of(group: dist.ProcessGroup | None) -> tuple[Any, int]:
     """A group that needs no GPU and carries no data, and the number of the engine that asks."""
-    members = tuple(dist.get_process_group_ranks(group))
-    key = (id(dist.group.WORLD), *members)
+    key = _members(group)
     if key not in _controls:
-        made = dist.new_group(list(members), backend="gloo", use_local_synchronization=True)
-        _controls[key] = [made, 0]
+        _controls[key] = [_new_group(key[1:], backend="gloo"), 0]
     _controls[key][1] += 1
     return _controls[key][0], _controls[key][1]
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Of this world."""
+    return (id(dist.group.WORLD), *dist.get_process_group_ranks(group))
+
+
+def _new_group(members: Sequence[int], **options: Any) -> Any:
+    """With the ranks that the members have in the user's group."""
+    if list(members) != sorted(members):
+        options["sort_ranks"] = False
+    return dist.new_group(list(members), use_local_synchronization=True, **options)
 
 
 def open_ranks(group: dist.ProcessGroup | None) -> Ranks | None:

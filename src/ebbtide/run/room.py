@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -24,6 +24,9 @@ class Room:
         """Those of all engines that share the budgets, this one included."""
         self.activations: Activations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
+        self.end_exchange: Callable[[], bool] = lambda: False
+        """Ends an exchange of gradients between ranks, which keeps a whole chunk on the device that no plan counts with;
+        whether there was one."""
         self._course, self._updater, self._eviction = course, updater, eviction
         self._leaving = may_leave(not (self.ledger.budgets["host"] or self.ledger.budgets["ssd"]))
         self._guarded: set[Chunk] = set()
@@ -92,6 +95,8 @@ class Room:
         """Whether the device has room, once what has left is counted; nobody waits for a chunk."""
         if self.ledger.room("device") >= needed or self._hurry(needed):
             return True
+        if self.end_exchange() and self.ledger.room("device") >= needed:
+            return True
         for chunk in self.leaving():
             if not chunk.arrived:
                 break
@@ -109,7 +114,7 @@ class Room:
         if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
             return
         others = [peer for peer in self.peers if peer is not self]
-        for attempt in ("leaving", "evict", "updates", "arriving", "evict"):
+        for attempt in ("exchange", "leaving", "evict", "updates", "arriving", "evict"):
             for peer in (*others, self):
                 short = needed - self.ledger.room("device")
                 if short <= 0:
@@ -133,8 +138,11 @@ class Room:
         )
 
     def give(self, attempt: str, short: int) -> None:
-        """Gives up device memory until `short` bytes more are free: by ending evictions under way, by evicting, by
-        ending updates, or by ending fetches so that those can be evicted, too."""
+        """Gives up device memory until `short` bytes more are free: by ending what ranks exchange, by ending evictions
+        under way, by evicting, by ending updates, or by ending fetches so that those can be evicted, too."""
+        if attempt == "exchange":
+            self.end_exchange()
+            return
         target = self.ledger.room("device") + short
         if attempt == "evict":
             for chunk in self._victims(short):

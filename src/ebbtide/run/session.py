@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -19,7 +19,6 @@ from torch import nn
 from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
-from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import ALONE, Slicing, build_spread_layout, unit_elements
@@ -30,6 +29,7 @@ from ebbtide.plan.activations import OFF
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape
 from ebbtide.run.activations import Activations
+from ebbtide.run.adoption import Adoption
 from ebbtide.run.companions import Companions
 from ebbtide.run.course import IDLE, RUNNING, UPDATING
 from ebbtide.run.dispatch import Dispatcher
@@ -40,12 +40,12 @@ from ebbtide.run.jobs import Updater
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.mixtures import Layer, find_layers
 from ebbtide.run.model import ModelData, dense, specs_of
-from ebbtide.run.ranks import BEGIN, DONE, FORWARD, Ranks
+from ebbtide.run.ranks import Ranks
 from ebbtide.run.recording import Recording, imagine
+from ebbtide.run.reductions import TAG as EXCHANGE
 from ebbtide.run.room import Room
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.shares import SharedGradients
-from ebbtide.run.sharing import TAG as EXCHANGE
 from ebbtide.run.sharing import Sharing
 from ebbtide.run.source import Source
 from ebbtide.run.streaming import Streaming
@@ -53,6 +53,7 @@ from ebbtide.run.terms import cost_of, settings_of, shape_of
 from ebbtide.run.traces import Known, Traces
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
+from ebbtide.run.wishes import BEGIN, DONE, FORWARD
 
 
 class Session:
@@ -129,7 +130,7 @@ class Session:
         weakref.finalize(self.executor, _release, self.store)
         try:
             with nullcontext() if self.sharing is None else self.sharing.beginning():
-                self._take_over(choice, source)
+                self._adoption(source).take_over(self.shape, choice)
         except BaseException:
             self.undo(source)
             raise
@@ -144,10 +145,11 @@ class Session:
         return made
 
     def _share(self, ranks: Ranks, kernels: Kernels) -> Sharing:
-        made = Sharing(self.data, self.places, ranks, kernels)
+        made = Sharing(self.data, self.places, ranks, kernels, self.updates.in_backward)
         self.places.gather, self.data.collect = made.gather, made.collect
+        self.room.end_exchange = made.reductions.finish
         self.updates.shares = SharedGradients(self.updates, self.executor, made)
-        made.reserve()
+        made.reductions.reserve()
         return made
 
     def _dispatch(self, layers: Sequence[Layer]) -> list[Dispatcher]:
@@ -220,63 +222,14 @@ class Session:
         needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
         check_fit(self.ledger, needed, shape.largest)
 
-    def _take_over(self, choice: Choice, source: Source | None) -> None:
-        """Moves the user's values, or the source's, into chunks, one chunk at a time."""
-        kernels = self.updates.kernels["host"]
-        shape = self.shape
-        for index, members in enumerate(self.data.members):
-            home = self.homes.first(shape, index)
-            self.homes.homes.append(home)
-            param = self.data.parameter_chunk(index)
-            tier = self.store.near if home == "ssd" else home
-            self.room.make_for(param, tier)
-            self.store.allocate(param, tier)
-            master = self.store.chunks.get(("master", index))
-            if master is not None:
-                self.homes.give_place(master, home)
-            for member in members:
-                self.data.store_value(member, self._first_value(member, source), kernels)
-                self.data.release_original(member)
-            if tier == "device" and self.sharing is None:
-                self.data.bind(index)
-        self.homes.restream()
-        if source is not None:
-            source.fill()
-        self.unmanaged.take_over(choice)
-        if self.sharing is not None:
-            self.sharing.align(self.unmanaged)
-        self.room.raise_level(self.homes.level_before_batch(shape), guess=True)
-
-    def _first_value(self, member: int, source: Source | None) -> torch.Tensor:
-        """Flat; the same on all ranks."""
-        value = self._value_here(member, source)
-        return value if self.sharing is None else self.sharing.same(value)
-
-    def _value_here(self, member: int, source: Source | None) -> torch.Tensor:
-        value = None if source is None else source.value(self.data.names[member])
-        if value is None:
-            return dense(self.data.memory[member])
-        place = self.data.places[member]
-        if tuple(value.stride()) != place.stride:
-            value = torch.empty_strided(place.shape, place.stride, dtype=value.dtype).copy_(value)
-        return dense(value)
+    def _adoption(self, source: Source | None) -> Adoption:
+        """`source`: has values that the module has not."""
+        return Adoption(self.data, self.updates, self.homes, self.room, self.unmanaged, self.sharing, source)
 
     def undo(self, source: Source | None) -> None:
-        """The take-over failed: the user's module is as it was. Values that a broken disk has are lost with it."""
-        kernels = self.updates.kernels["host"]
+        """The beginning failed: the user's module is as it was."""
         self.interceptor.remove()
-        for member in range(len(self.data.parameters)):
-            if self.data.taken[member] and self.data.on_meta[member]:
-                place = self.data.places[member]
-                dtype = self.data.originals[member]
-                meta = torch.empty_strided(place.shape, place.stride, dtype=dtype, device="meta")
-                self.data.give_memory(member, meta)
-            elif self.data.taken[member] and self.sharing is None:  # else others have some of it
-                with suppress(DiskError, IntegrityError):
-                    value = self.data.load_value(member, kernels)
-                    self.data.give_memory(member, value.to(self.data.originals[member]))
-        if source is not None:
-            source.undo()
+        self._adoption(source).give_back()
         self.streaming.close()
         _release(self.store)
         if self.sharing is not None:
@@ -333,7 +286,7 @@ class Session:
                 self.drain()
                 self.homes.restream()
         if woken and self.sharing is not None:
-            self.sharing.reserve()
+            self.sharing.reductions.reserve()
         if woken:
             self.traces.replan(shape_of(data, updates))
 

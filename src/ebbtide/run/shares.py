@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ebbtide.errors import NonFiniteError
+from ebbtide.errors import NonFiniteError, second_gradient
 from ebbtide.kernels.base import BLOCK
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import Chunk
@@ -46,14 +46,19 @@ class SharedGradients:
         """By parameter: how often a gradient comes in a pass, where that is more than once."""
         self._plan: object = None
         self._backwards = 1
-        sharing.arrived = lambda index: [member in self._passed for member in self._data.members[index]]
-        sharing.reduced = self._reduced
+        reductions = sharing.reductions
+        reductions.arrived = lambda index: [member in self._passed for member in self._data.members[index]]
+        reductions.summed = self._summed
+        self._given: set[int] = set()
+        """Chunks whose gradients this rank has given to be reduced in this pass."""
 
     def capture(self, member: int, gradient: torch.Tensor) -> None:
         place = self._data.places[member]
         if not self._data.gathered(place.chunk):
             self._hold(member, gradient)
             return
+        if place.chunk in self._given:
+            self._one_more(member)
         chunk = self._store.get(WHOLE_GRAD, place.chunk)
         if chunk.free:
             self._executor.room.make_for(chunk, "device")
@@ -62,7 +67,15 @@ class SharedGradients:
         self._kernels.capture(view, gradient, member in self._passed)
         self._passed[member] = self._passed.get(member, 0) + 1
         if all(self._passed.get(m, 0) >= self._times(m) for m in self._updates.expected(place.chunk)):
+            self._given.add(place.chunk)
             self._sharing.complete(place.chunk)
+
+    def _one_more(self, member: int) -> None:
+        """A gradient of a chunk that had all that were expected; decided by what all ranks know alike."""
+        if self._updates.in_backward:
+            raise second_gradient(self._data.names[member])
+        if self._sharing.reductions.awaits(self._data.places[member].chunk):
+            self._sharing.reductions.finish()
 
     def _times(self, member: int) -> int:
         """How often a gradient comes in a backward, as far as it is known."""
@@ -82,7 +95,8 @@ class SharedGradients:
 
     def finish(self) -> None:
         """The pass is over."""
-        self._sharing.end(sorted({self._data.places[member].chunk for member in self._passed}))
+        self._sharing.end(lambda: {self._data.places[member].chunk for member in self._passed})
+        self._given.clear()
         if self._experts:
             self._hear_of_experts()
 
@@ -113,8 +127,12 @@ class SharedGradients:
                 self._updates.steps.counts[member] += 1
 
     def discard(self) -> None:
+        reductions = self._sharing.reductions
+        reductions.drop()
         for index in {self._data.places[member].chunk for member in self._passed}:
-            self._store.free(self._store.get(WHOLE_GRAD, index))
+            if not reductions.awaits(index):
+                self._store.free(self._store.get(WHOLE_GRAD, index))
+        self._given.clear()
         self._passed.clear()
         self._blocks.clear()
         self.everywhere.clear()
@@ -122,8 +140,8 @@ class SharedGradients:
 
     # -- reduced --------------------------------------------------------------------------------------
 
-    def _reduced(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
-        """The slice has the sum over the ranks."""
+    def _summed(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
+        """The slice has the mean over the ranks."""
         updates, members = self._updates, self._data.members[index]
         for member, has in zip(members, arrived, strict=True):
             self._passed.pop(member, None)

@@ -1,6 +1,6 @@
 """Chunks that ranks share: gathered before they are used, their gradients reduced to each rank's slice.
 
-All ranks go through the same passes, and say what they want before each collective, but for gathers that follow as they
+All ranks go through the same passes, and say what they want before each collective, but for those that follow as they
 always do (`run.ahead`). Where they want the same, as they nearly always do, a collective serves all of
 them. Where one wants a chunk that others do not use, they send it their slices; where ranks disagree on the order
 in which gradients are complete, those chunks wait for the end of the pass, when all of them have all they will get.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,20 +19,20 @@ from torch import nn
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.cpu import OVER
-from ebbtide.errors import RanksError, StateError
+from ebbtide.errors import RanksError
 from ebbtide.kernels import Kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
-from ebbtide.memory.chunk import GATHERED, WIRE, Chunk
-from ebbtide.memory.chunks import ChunkStore
-from ebbtide.plan.shape import GRAD, WHOLE, WHOLE_GRAD
+from ebbtide.memory.chunk import WIRE, Chunk
+from ebbtide.plan.shape import WHOLE
 from ebbtide.run.ahead import Ahead
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import BEGIN, END, FORWARD, GATHER, REDUCE, TOKENS, VALUES, Pending, Ranks, Wish
+from ebbtide.run.ranks import Pending, Ranks
+from ebbtide.run.reductions import Reductions
 from ebbtide.run.unmanaged import Unmanaged
+from ebbtide.run.wishes import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
 
-TAG = "exchange"
 FAILED = 1
 
 
@@ -62,62 +62,26 @@ class _Gathering:
         return self._work.done()
 
 
-class _Received:
-    """Room on the device for what others send of one chunk's gradients, kept for good: plans count with what is left."""
-
-    def __init__(self, store: ChunkStore) -> None:
-        self._backend, self._ledger = store.backend, store.ledger
-        self._size = 0
-        self._memory: torch.Tensor | None = None
-
-    def reserve(self, count: int) -> None:
-        if count > self._size:
-            self.close()
-            self._ledger.reserve("device", TAG, count)
-            self._size = count
-
-    def take(self, count: int) -> torch.Tensor:
-        if self._memory is None:
-            self._memory = self._backend.allocate("device", self._size)
-        return self._memory[:count]
-
-    def close(self) -> None:
-        if self._memory is not None:
-            self._backend.free("device", self._memory)
-        self._memory = None
-        self._ledger.release("device", TAG, self._size)
-        self._size = 0
-
-
 class Sharing:
-    def __init__(self, data: ModelData, places: Places, ranks: Ranks, kernels: Kernels) -> None:
-        """`kernels`: the device's."""
+    def __init__(
+        self, data: ModelData, places: Places, ranks: Ranks, kernels: Kernels, in_backward: bool
+    ) -> None:
+        """`kernels`: the device's. `in_backward`: an update follows as soon as gradients are reduced."""
         self.ranks = ranks
         self._data, self._store, self._places, self._kernels = data, data.store, places, kernels
-        self._received = _Received(data.store)
-        self.close = weakref.finalize(self, self._received.close)
         self._round = 0
         self._ahead = Ahead()
         self._any_waits = False
-        self._waiting: set[int] = set()
-        """Chunks with gradients that wait for the end of the pass."""
-        self.arrived: Callable[[int], list[bool]] = lambda index: []
-        """By member of a chunk, whether it has a gradient here in this pass."""
-        self.reduced: Callable[[int, Sequence[bool], Chunk], None] = lambda index, arrived, grad: None
-        """Told of the gradients of a chunk's slice: which members have one on some rank, and where the sum is, with a
-        mean's scale."""
-
-    def reserve(self) -> None:
-        """Room for the largest chunk, or its gradients."""
-        wholes = (chunk.nbytes for chunk in self._store.chunks.values() if chunk.kind in GATHERED)
-        self._received.reserve(max(wholes, default=0))
+        self.reductions = Reductions(data, places, ranks, kernels, in_backward)
+        self.reductions.refused = self._ahead.refused
+        self.close = weakref.finalize(self, self.reductions.received.close)
 
     # -- what a pass wants ----------------------------------------------------------------------------
 
     def turn(self) -> None:
         """A training pass begins, or a step's updates have all been given out."""
-        while self._keep_promise(None) is not None:
-            continue
+        self._keep_all()
+        self.reductions.waiting.clear()
         self._ahead.stop()
         self._round += 1
 
@@ -128,25 +92,32 @@ class Sharing:
 
     def complete(self, index: int) -> None:
         """A chunk has all the gradients that it will get in this pass."""
-        marks = zlib.crc32(bytes(self.arrived(index)))
+        reductions = self.reductions
+        marks = zlib.crc32(bytes(reductions.arrived(index)))
         wish = Wish(REDUCE, index, self._round, marks)
         while True:
+            reductions.hear()
+            if index in reductions.waiting:
+                return  # it was not complete when it was to be reduced
             served = self._serve(wish)
-            if served == (REDUCE, index):
+            if served == wish.what:
                 return
             if served is None:
-                self._waiting.add(index)
-                return
+                reductions.waiting.add(index)
 
-    def end(self, left: Sequence[int]) -> None:
-        """The pass is over; `left`: chunks with gradients that were not complete."""
-        self._waiting.update(left)
-        while self._serve(Wish(END, len(self._waiting), self._round)) != (END, len(self._waiting)):
-            continue
-        everywhere = self.ranks.objects(sorted(self._waiting)) if self._any_waits else []
+    def end(self, left: Callable[[], Iterable[int]]) -> None:
+        """The pass is over; `left`: chunks with gradients that were not reduced."""
+        wish: Wish | None = None
+        mine: list[int] = []
+        while wish is None or self._serve(wish) != wish.what:
+            self._keep_all()
+            mine = sorted(left())
+            wish = Wish(END, len(mine), self._round)
+        everywhere = self.ranks.objects(mine) if self._any_waits else []
         for index in sorted(set().union(*everywhere)):
-            self._reduce(index, None)
-        self._waiting.clear()
+            self.reductions.start(index, self._some(index))
+        self.reductions.finish()
+        self.reductions.waiting.clear()
 
     # -- serving --------------------------------------------------------------------------------------
 
@@ -176,67 +147,73 @@ class Sharing:
 
     def _serve(self, wish: Wish) -> tuple[int, int] | None:
         """One thing that all ranks do together, by what they want; None where that is nothing."""
-        if (promised := self._keep_promise(wish)) is not None:
-            return GATHER, promised
+        promised = self._keep_promise(wish)
+        if promised is not None:
+            return promised
+        self.reductions.finish()
         wishes = self.ranks.agree(wish._replace(used=self._ahead.wanted))
         self._ahead.heard(max(one.used for one in wishes))
-        # Who is behind goes first: it may still have to update what the others want.
-        gathers = sorted((one.round, one.subject) for one in wishes if one.deed == GATHER)
-        if gathers:
-            index = gathers[0][1]
-            wanting = [r for r, one in enumerate(wishes) if one[:2] == (GATHER, index)]
-            if len(wanting) == self.ranks.size:
-                self._ahead.gathered(index)
-            else:
-                self._ahead.agreed(GATHER, index)
-            self._gather(index, wanting)
-            return GATHER, index
-        deeds = {one.deed for one in wishes}
-        if deeds == {BEGIN}:
+        served = judge(wish, wishes)
+        wanting = [rank for rank, one in enumerate(wishes) if one.what == served]
+        self._remember(wishes, len(wanting))
+        if served is None:
+            return None
+        deed, subject = served
+        if deed == GATHER:
+            self._gather(subject, wanting)
+        elif deed == END:
+            self._any_waits = any(one.subject for one in wishes)
+        elif deed == REDUCE:
+            same = all(one.check == wish.check for one in wishes)
+            self.reductions.start(subject, self.reductions.arrived(subject) if same else self._some(subject))
+        return served
+
+    def _remember(self, wishes: Sequence[Wish], wanting: int) -> None:
+        """What was agreed on, for the next time. `wanting`: how many ranks want what is done."""
+        first = min(wishes, key=lambda one: (one.deed != GATHER, one.round, one.subject))
+        alike = wanting == self.ranks.size and all(one.check == first.check for one in wishes)
+        if first.deed in (GATHER, REDUCE) and alike:
+            self._ahead.did(first.item)
+        elif first.deed == BEGIN and alike:
             self._ahead.begin()
-        elif deeds == {END}:
+        elif all(one.deed == END for one in wishes):
             self._ahead.end()
         else:
-            self._ahead.agreed(wishes[0].deed, wishes[0].subject if wishes[0].deed in (REDUCE, TOKENS) else 0)
-        if FORWARD in deeds and len(deeds) > 1:  # somebody ran forward twice
-            return wish[:2] if wish.deed == FORWARD else (FORWARD, -1)
-        waits = REDUCE in deeds and deeds <= {REDUCE, TOKENS, END}
-        if len({one.round for one in wishes}) > 1 or (len(deeds) > 1 and not waits):
-            said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))
-            raise StateError(
-                f"ranks do not do the same: {said}. All of them must call the engine's methods alike, in the same order"
-            )
-        if wish.deed == END and deeds == {END}:
-            self._any_waits = any(one.subject for one in wishes)
-        elif any(one[:2] != wish[:2] for one in wishes):
-            if waits:
-                return None
-            raise StateError(f"ranks ask for different things: {', '.join(map(str, wishes))}")
-        if wish.deed == REDUCE:
-            same = all(one.check == wish.check for one in wishes)
-            self._reduce(wish.subject, self.arrived(wish.subject) if same else None)
-        return wish.deed, wish.subject
+            self._ahead.agreed(first.deed, first.subject if first.deed in (GATHER, REDUCE, TOKENS) else 0)
 
-    def _keep_promise(self, wish: Wish | None) -> int | None:
-        """Gathers the chunk that was promised next, if there is one; it is not kept where it is not what is wanted."""
-        index = self._ahead.promised
-        if index is None:
+    def _keep_all(self) -> None:
+        """What is promised is done, and nothing is under way any more."""
+        while self._keep_promise(None) is not None:
+            continue
+        self.reductions.finish()
+
+    def _keep_promise(self, wish: Wish | None) -> tuple[int, int] | None:
+        """Does what was promised next, if there is something, whether it is what is wanted or not."""
+        self.reductions.hear()
+        item = self._ahead.promised
+        if item is None:
             return None
-        wanted = wish is not None and wish[:2] == (GATHER, index)
+        deed, index, _ = item
+        wanted = wish is not None and wish.item == item
+        if deed == REDUCE:
+            self._ahead.kept(wanted)
+            self.reductions.announce(index, wanted)
+            return deed, index
         if wanted:
             self._gather(index, range(self.ranks.size))
         else:
             self._take_part(index)
         self._ahead.kept(wanted)
-        return index
+        return deed, index
 
     def _take_part(self, index: int) -> None:
         """In a gather that was promised, and that this rank has no use for."""
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
         self._data.notice_writes(index)
+        self.reductions.finish()  # what came of it is where this goes
         with self._places.placed(source, "device"):
             assert source.device is not None
-            self.ranks.gather(self._received.take(whole.nbytes), source.device).wait()
+            self.ranks.gather(self.reductions.received.take(whole.nbytes), source.device).wait()
         self._store.traffic.moved[WIRE] += (self.ranks.size - 1) * source.nbytes
 
     def _gather(self, index: int, wanting: Sequence[int]) -> None:
@@ -261,50 +238,10 @@ class Sharing:
 
             self._store.gather(whole, start)
 
-    def _reduce(self, index: int, arrived: Sequence[bool] | None) -> None:
-        """`arrived`: the same on all ranks, where that is known."""
-        here = self.arrived(index)
-        if arrived is None:
-            arrived = [any(column) for column in zip(*self.ranks.objects(here), strict=True)]
-        whole, grad = self._store.get(WHOLE_GRAD, index), self._store.get(GRAD, index)
-        with self._places.room.together([whole, grad]):
-            if not whole.device_valid:
-                self._places.room.make_for(whole, "device")
-                self._store.allocate(whole, "device")
-            self._clear(whole, [m for m, has in zip(self._data.members[index], here, strict=True) if not has])
-            assert whole.device is not None
-            memory = self._received.take(whole.nbytes)
-            self.ranks.exchange(memory, whole.device).wait()
-            self._store.traffic.moved[WIRE] += whole.nbytes // self.ranks.size * (self.ranks.size - 1)
-            self._store.free(whole)
-            self._sum(grad, memory)
-        self.reduced(index, arrived, grad)
-
-    def _clear(self, whole: Chunk, members: Sequence[int]) -> None:
-        view = whole.view()
-        for member in members:
-            place = self._data.places[member]
-            view[place.offset : place.offset + place.numel].zero_()
-
-    def _sum(self, grad: Chunk, memory: torch.Tensor) -> None:
-        """The mean over the ranks, into the slice of the gradients or added to what is there."""
-        received = memory.view(grad.dtype)
-        first = grad.free
-        if first:
-            self._places.room.make_for(grad, "device")
-            self._store.allocate(grad, "device")
-        self._places.hold(grad)
-        try:
-            view, scale = grad.view(), 1.0 / self.ranks.size
-            if first:
-                self._kernels.sum_ranks(view, received, scale)
-            else:
-                part = received[: view.numel()]
-                self._kernels.sum_ranks(part, received, scale)
-                self._kernels.capture(view, part, True)
-            self._store.written(grad, "device")
-        finally:
-            grad.pins -= 1
+    def _some(self, index: int) -> list[bool]:
+        """By member of a chunk, whether some rank has a gradient."""
+        everywhere = self.ranks.objects(self.reductions.arrived(index))
+        return [any(column) for column in zip(*everywhere, strict=True)]
 
     # -- values by name -------------------------------------------------------------------------------
 

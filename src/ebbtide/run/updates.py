@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.errors import NonFiniteError, UnsupportedError
+from ebbtide.errors import NonFiniteError, second_gradient
 from ebbtide.kernels import Kernels, Rule
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.parts import part_like
@@ -107,10 +107,7 @@ class Updates:
             self.shares.capture(member, gradient)
             return
         if self.in_backward and self.arrived[member]:
-            raise UnsupportedError(
-                f"{self.data.names[member]} received a second gradient in one backward pass (a weight shared by "
-                'reentrant checkpoints?), which updates = "in-backward" cannot take back; use updates = "exact"'
-            )
+            raise second_gradient(self.data.names[member])
         if self.in_backward and self.homes[index] == "device":
             self._apply_now(member, gradient)
             return
@@ -252,12 +249,12 @@ class Updates:
         self.taken.members.clear()
         self.kept.clear()
         self._whole = None
+        if self.shares is not None:
+            self.shares.discard()
         for index in {self.data.places[m].chunk for m, count in enumerate(self.arrived) if count}:
             chunk = self.store.chunks["grad", index]
             if chunk.work is None:  # else it is being consumed
                 self.store.free(chunk)
-        if self.shares is not None:
-            self.shares.discard()
         for member in range(len(self.arrived)):
             self.arrived[member] = 0
             self.squares[member] = 0.0

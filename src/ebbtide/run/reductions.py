@@ -1,0 +1,276 @@
+"""Gradients on their way from wholes to slices: exchanged between ranks beside the computation, and added up.
+
+One reduction is under way at a time. Where it was promised, each rank says whether it has the gradients that it is to
+have, and goes on; a thread hears what the others say, and starts the exchange where all are ready. Where one is not, the
+chunk waits for the end of the pass. What came is *summed* into the slice when the next reduction begins, when ranks
+agree on something else, or as soon as the room of the whole is wanted.
+
+Note [order]: exchanges have a process group of their own, and one thread starts them all, in the order in which they
+were asked for; before its next collective a rank waits until the exchange has started. While the pass goes on nobody
+waits for what another rank has still to come to, only for what it must have come to before: so user code that talks to
+other ranks in between cannot make two of them wait for each other.
+
+Note [at once]: updates in backward follow from a sum, and ask all ranks something. They wait for the sum where they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ebbtide.backend import Event
+from ebbtide.backend.base import wait_for_all
+from ebbtide.kernels import Kernels
+from ebbtide.memory.chunk import GATHERED, WIRE, Chunk
+from ebbtide.memory.chunks import ChunkStore
+from ebbtide.plan.shape import GRAD, WHOLE_GRAD
+from ebbtide.run.model import ModelData
+from ebbtide.run.places import Places
+from ebbtide.run.ranks import Exchanges, Pending, Ranks
+
+TAG = "exchange"
+
+
+class Received:
+    """Room on the device for what others send of one chunk, kept for good: plans count with what is left."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._backend, self._ledger = store.backend, store.ledger
+        self._size = 0
+        self._memory: torch.Tensor | None = None
+        self.filling: _Exchange | None = None
+
+    def reserve(self, count: int) -> None:
+        if count > self._size:
+            self.close()
+            self._ledger.reserve("device", TAG, count)
+            self._size = count
+
+    def take(self, count: int) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = self._backend.allocate("device", self._size)
+        return self._memory[:count]
+
+    def close(self) -> None:
+        if self.filling is not None:
+            self.filling.settle()
+        if self._memory is not None:
+            self._backend.free("device", self._memory)
+        self._memory = None
+        self._ledger.release("device", TAG, self._size)
+        self._size = 0
+
+
+class _Exchange:
+    """One chunk's gradients on their way. It has the whole and the slice to itself meanwhile."""
+
+    def __init__(
+        self, index: int, arrived: Sequence[bool], whole: Chunk, grad: Chunk, memory: torch.Tensor
+    ) -> None:
+        self.index, self.arrived, self.whole, self.memory = index, arrived, whole, memory
+        self.begun: Event | None = None
+        """When it is known whether it has started."""
+        self.work: Pending | None = None
+        self.dropped = False
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._owned = [chunk for chunk in (whole, grad) if chunk.work is None]
+        for chunk in self._owned:
+            chunk.work = self
+
+    def begin(self, start: Callable[[], Pending]) -> None:
+        """On the thread: all ranks are ready."""
+        with self._lock:
+            if not self._cancelled:
+                self.work = start()
+
+    def settle(self) -> None:
+        """Whoever has the memory gives it up: what has not started never will, or is waited for."""
+        with self._lock:
+            self._cancelled = True
+        self.let_go()
+        if self.work is not None:
+            self.work.wait()
+
+    def drop(self) -> None:
+        """The pass was given up: what comes is not wanted, and the slice is somebody else's."""
+        self.dropped = True
+        self._release(self._owned[1:])
+
+    def let_go(self) -> None:
+        self._release(self._owned)
+
+    def _release(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.work is self:
+                chunk.work = None
+
+
+class Reductions:
+    def __init__(
+        self, data: ModelData, places: Places, ranks: Ranks, kernels: Kernels, at_once: bool
+    ) -> None:
+        """`kernels`: the device's. `at_once`: what follows from a sum cannot wait, see Note [at once]."""
+        self._data, self._store, self._places, self._kernels = data, data.store, places, kernels
+        self._ranks, self._exchanges = ranks, Exchanges(ranks)
+        self._at_once = at_once
+        self.received = Received(data.store)
+        self._current: _Exchange | None = None
+        self.waiting: set[int] = set()
+        """Chunks that are reduced at the end of the pass, where some rank has gradients."""
+        self.arrived: Callable[[int], list[bool]] = lambda index: []
+        """By member of a chunk, whether it has a gradient here in this pass."""
+        self.refused: Callable[[], None] = lambda: None
+        """Some rank was not ready for what was announced."""
+        self.summed: Callable[[int, Sequence[bool], Chunk], None] = lambda index, arrived, grad: None
+        """Told of the gradients of a chunk's slice: which members have one on some rank, and where the mean is."""
+
+    def reserve(self) -> None:
+        """Room for the largest chunk, or its gradients."""
+        wholes = (chunk.nbytes for chunk in self._store.chunks.values() if chunk.kind in GATHERED)
+        self.received.reserve(max(wholes, default=0))
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def announce(self, index: int, ready: bool) -> None:
+        """Tells the others that this rank has all of a promised chunk's gradients, or that it has not."""
+        try:
+            self.finish()
+            made = self._prepare(index, self.arrived(index)) if ready else None
+        except BaseException:
+            self._say_no(index)
+            raise
+        if made is None:
+            self._say_no(index)
+        else:
+            self._begin(made, self._exchanges.announce(True))
+
+    def start(self, index: int, arrived: Sequence[bool]) -> None:
+        """All ranks have what they will have. `arrived`: by member, whether some rank has a gradient."""
+        self.finish()
+        self._begin(self._prepare(index, arrived), lambda: True)
+
+    def hear(self) -> None:
+        """Waits until it is known whether what began last is exchanged, or has to wait."""
+        current = self._current
+        if current is None or current.begun is None:
+            return
+        # The thread has the memory until then, whatever interrupts this one.
+        failed = wait_for_all([current.begun])
+        current.begun = None
+        if current.work is None:
+            self._let_go()
+            if failed is None:
+                self._refuse(current.index)
+        else:
+            count = current.whole.nbytes // self._ranks.size * (self._ranks.size - 1)
+            self._store.traffic.moved[WIRE] += count
+        if failed is not None:
+            raise failed
+
+    def finish(self) -> bool:
+        """Nothing is under way any more: what came is added up, and its whole given back. Whether there was some."""
+        self.hear()
+        current = self._current
+        if current is None:
+            return False
+        assert current.work is not None
+        failed = wait_for_all([current.work])
+        self._let_go()
+        if failed is not None:
+            raise failed
+        self._store.free(current.whole)
+        if not current.dropped:
+            grad = self._store.get(GRAD, current.index)
+            with self._places.room.together([grad]):
+                self._sum(grad, current.memory)
+            self.summed(current.index, current.arrived, grad)
+        return True
+
+    def awaits(self, index: int) -> bool:
+        """Whether a chunk's gradients are on their way."""
+        return self._current is not None and self._current.index == index
+
+    def drop(self) -> None:
+        """The pass is given up. The others still get what was promised to them."""
+        if self._current is not None:
+            self._current.drop()
+        self.waiting.clear()
+
+    def _begin(self, made: _Exchange, all_ready: Callable[[], bool]) -> None:
+        backend, exchanges = self._store.backend, self._exchanges
+        mark, whole, memory = backend.mark(), made.whole.device, made.memory
+        assert whole is not None
+
+        def start() -> Pending:
+            with backend.apart(mark):
+                return exchanges.exchange(memory, whole)
+
+        def begin() -> None:
+            if all_ready():
+                made.begin(start)
+
+        made.begun = exchanges.submit(begin)
+        self._current = made
+        if self._at_once:
+            self.finish()
+
+    def _say_no(self, index: int) -> None:
+        heard = self._exchanges.announce(False)
+
+        def hear() -> None:
+            heard()
+
+        self._exchanges.submit(hear)
+        self._refuse(index)
+
+    def _refuse(self, index: int) -> None:
+        self.waiting.add(index)
+        self.refused()
+
+    def _let_go(self) -> None:
+        if self._current is not None:
+            self._current.let_go()
+        self._current = self.received.filling = None
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def _prepare(self, index: int, arrived: Sequence[bool]) -> _Exchange:
+        """The whole with zeros where this rank has no gradient."""
+        whole, grad = self._store.get(WHOLE_GRAD, index), self._store.get(GRAD, index)
+        if not whole.device_valid:
+            self._places.room.make_for(whole, "device")
+            self._store.allocate(whole, "device")
+        here = zip(self._data.members[index], self.arrived(index), strict=True)
+        self._clear(whole, [member for member, has in here if not has])
+        made = _Exchange(index, arrived, whole, grad, self.received.take(whole.nbytes))
+        self.received.filling = made
+        return made
+
+    def _clear(self, whole: Chunk, members: Sequence[int]) -> None:
+        view = whole.view()
+        for member in members:
+            place = self._data.places[member]
+            view[place.offset : place.offset + place.numel].zero_()
+
+    def _sum(self, grad: Chunk, memory: torch.Tensor) -> None:
+        """The mean over the ranks, into the slice of the gradients or added to what is there."""
+        received = memory.view(grad.dtype)
+        first = grad.free
+        if first:
+            self._places.room.make_for(grad, "device")
+            self._store.allocate(grad, "device")
+        self._places.hold(grad)
+        try:
+            view, scale = grad.view(), 1.0 / self._ranks.size
+            if first:
+                self._kernels.sum_ranks(view, received, scale)
+            else:
+                part = received[: view.numel()]
+                self._kernels.sum_ranks(part, received, scale)
+                self._kernels.capture(view, part, True)
+            self._store.written(grad, "device")
+        finally:
+            grad.pins -= 1
