@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -124,7 +125,8 @@ class ShardWriter(StorageWriter):
         )
         copies = [] if self._snapshot is None else self._snapshot.take(sizes)
         with Queue(file, 0 if self._snapshot is None else self._snapshot.nbytes) as queue:
-            for number, (item, nbytes, content) in enumerate(zip(plan.items, sizes, lent, strict=True)):
+            for number in _mixed(sizes, [one is not None for one in lent], len(copies)):
+                item, nbytes, content = plan.items[number], sizes[number], lent[number]
                 if number < len(copies):
                     memory, offset = copies[number]
                     if content is None:
@@ -157,6 +159,26 @@ class ShardWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+
+def _mixed(sizes: Sequence[int], lent: Sequence[bool], first: int) -> list[int]:
+    """An order in which what has to be filled is spread over all, a buffer of it at a time: it is filled while the rest is
+    written from where it lies. The `first` ones stay first."""
+    order = list(range(first))
+    filled, straight = (
+        deque(i for i in range(first, len(sizes)) if lent[i] is kind) for kind in (False, True)
+    )
+    to_fill, to_lend = (max(1, sum(sizes[i] for i in part)) for part in (filled, straight))
+    done = given = 0
+    while filled or straight:
+        goal = done + PIECE
+        while filled and (done < goal or not straight):
+            order.append(filled.popleft())
+            done += sizes[order[-1]]
+        while straight and (given * to_fill < done * to_lend or not filled):
+            order.append(straight.popleft())
+            given += sizes[order[-1]]
+    return order
 
 
 def checksum(content: torch.Tensor) -> int:
