@@ -114,7 +114,7 @@ class Room:
         if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
             return
         others = [peer for peer in self.peers if peer is not self]
-        # Where all is as planned and RAM is one tier, what is short is what updates that are late have not given back yet.
+        # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
         late = self._course.on_track and self.store.near == "device"
         first = ("exchange", "leaving", "updates") if late else ("exchange", "leaving")
         for attempt in (*first, "evict", "updates", "arriving", "evict"):

@@ -162,8 +162,8 @@ class ShardWriter(StorageWriter):
 
 
 def _mixed(sizes: Sequence[int], lent: Sequence[bool], first: int) -> list[int]:
-    """An order in which what has to be filled is spread over all, a buffer of it at a time: it is filled while the rest is
-    written from where it lies. The `first` ones stay first."""
+    """An order in which what has to be filled is spread over all, a buffer of it at a time: it is filled while the
+    rest is written from where it lies. The `first` ones stay first."""
     order = list(range(first))
     filled, straight = (
         deque(i for i in range(first, len(sizes)) if lent[i] is kind) for kind in (False, True)
