@@ -240,10 +240,6 @@ class Exchanges:
         """On the thread."""
         return self._stream.submit(job)
 
-    def announce(self, ready: bool) -> Callable[[], bool]:
-        """Tells the others whether this rank is ready. What is returned waits for what they say: whether all are."""
-        return self._ranks.say_ready(ready)
-
     def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Pending:
         """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""
         ranks = self._ranks

@@ -145,7 +145,7 @@ class Reductions:
         if made is None:
             self._say_no(index)
         else:
-            self._begin(made, self._exchanges.announce(True))
+            self._begin(made, self._ranks.say_ready(True))
 
     def start(self, index: int, arrived: Sequence[bool]) -> None:
         """All ranks have what they will have. `arrived`: by member, whether some rank has a gradient."""
@@ -218,7 +218,7 @@ class Reductions:
             self.finish()
 
     def _say_no(self, index: int) -> None:
-        heard = self._exchanges.announce(False)
+        heard = self._ranks.say_ready(False)
 
         def hear() -> None:
             heard()

@@ -357,9 +357,8 @@ class Session:
             yield
             self.updates.finish_backward()
             if not last:
-                self.meet(
-                    FORWARD, self.micro
-                )  # nobody waits for another stage while a rank of this one gathers
+                # Nobody waits for another stage while a rank of this one gathers.
+                self.meet(FORWARD, self.micro)
         if last:
             self._finish_pass()
         else:
