@@ -30,7 +30,7 @@ def test_the_middle_of_machines_is_taken_number_by_number() -> None:
 
 
 def test_a_row_is_measured_again_where_its_visits_differ() -> None:
-    assert not forecast._apart([{"step_seconds": 1.0}, {"step_seconds": 1.09}])
+    assert not forecast._apart([{"step_seconds": 1.0}, {"step_seconds": 1.04}])
     assert forecast._apart([{"step_seconds": 1.2}, {"step_seconds": 1.0}])
 
 

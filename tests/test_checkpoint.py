@@ -10,13 +10,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import ebbtide
 import reference
 import zoo
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.errors import ConfigError, DiskError, IntegrityError, StateError
 from ebbtide.state import checkpoint, files, folders, shards
@@ -217,6 +218,38 @@ def test_schedulers_groups_and_random_numbers(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("when", ["after loading", "before loading"])
+def test_what_was_unfrozen_goes_on(folder: Path, when: str) -> None:
+    def begin() -> tuple[ebbtide.Engine, list[torch.nn.Parameter]]:
+        module = zoo.build("gpt2")
+        late = list(module.transformer.h[0].parameters())
+        for parameter in late:
+            parameter.requires_grad = False
+        groups = [{"params": list(module.parameters())}]
+        return ebbtide.initialize(module, config_of(layout="tensor"), groups), late
+
+    def unfreeze(parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.requires_grad = True
+
+    engine, late = begin()
+    train(engine, "gpt2", 0, 1)
+    unfreeze(late)
+    train(engine, "gpt2", 1, HALF)
+    engine.save(folder)
+    expected = train(engine, "gpt2", HALF, WHOLE)
+    sha = engine.weights_sha256()
+    engine.close()
+    engine, late = begin()
+    if when == "before loading":
+        unfreeze(late)
+    engine.load(folder)
+    unfreeze(late)
+    assert train(engine, "gpt2", HALF, WHOLE) == expected
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
 def test_a_trace_is_not_made_again(folder: Path) -> None:
     config = tiers("gpt2", "host", folder, config_of())
     engine = start("gpt2", config)
@@ -287,6 +320,79 @@ def test_the_newest_are_kept(folder: Path) -> None:
     assert engine.steps == 3
     engine.close()
     assert sorted(p.name for p in folder.iterdir()) == [*kept, again.name]
+
+
+def test_a_run_that_went_back_keeps_what_it_writes(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    for step in range(3):
+        train(engine, "gpt2", step, step + 1)
+        engine.save(folder)
+    engine.load(folder / "step-00000001")
+    train(engine, "gpt2", 1, 2)
+    found = engine.save(folder, keep=2)
+    assert [one.name for one in Run(folder).complete()] == ["step-00000003", "step-00000002-1"]
+    (folder / "latest").unlink()
+    assert Run(folder).latest() == found
+    engine.close()
+
+
+def test_parts_of_a_model_keep_a_checkpoint_that_all_have(folder: Path) -> None:
+    runs = [Run(folder / f"part-{place}-of-2") for place in range(2)]
+
+    def write(run: Run, step: int) -> None:
+        with run.writing(step) as (partial, _):
+            (partial / folders.INDEX).write_text("{}")
+        run.keep(1)
+
+    for run in runs:
+        write(run, 1)
+    write(runs[0], 2)  # the other part's disk is full
+    write(runs[0], 3)
+    assert [one.name for one in runs[0].complete()] == [f"step-{step:08d}" for step in (1, 2, 3)]
+    write(runs[1], 3)
+    write(runs[0], 4)
+    assert [one.name for one in runs[0].complete()] == ["step-00000003", "step-00000004"]
+    for run in runs:
+        run.remove_spare()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "flock", "keep"])
+def test_a_folder_that_fails_is_told_as_a_disk(
+    call: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def make(path: Path, *args: Any, **kwargs: Any) -> None:
+        fail() if path.name.startswith(".partial") else os.makedirs(path, exist_ok=True)
+
+    engine = start("gpt2", config_of())
+    first = engine.save(folder)
+    with monkeypatch.context() as broken:
+        if call == "mkdir":
+            broken.setattr(folders.Path, "mkdir", make)
+        elif call == "flock":
+            broken.setattr(folders.fcntl, "flock", fail)
+        else:
+            broken.setattr(Run, "keep", fail)
+        with pytest.raises(DiskError, match="No locks available"):
+            engine.save(folder, keep=1)
+    assert Run(folder).latest() is not None and first.exists()
+    train(engine, "gpt2", 0, 1)
+    engine.save(folder, keep=1)
+    engine.close()
+
+
+def test_settings_that_no_file_can_have_are_refused_and_numbers_of_numpy_taken(folder: Path) -> None:
+    engine = start("gpt2", config_of())
+    group = engine.optimizer.param_groups[0]
+    group["lr"] = numpy.float32(0.25)
+    engine.load(engine.save(folder))
+    assert group["lr"] == 0.25
+    group["odd"] = object()
+    with pytest.raises(ConfigError, match="numbers and strings"):
+        engine.save(folder)
+    engine.close()
 
 
 def test_a_spare_is_written_again(folder: Path) -> None:

@@ -440,3 +440,44 @@ def test_told_to_end_it_saves_and_can_go_on(small: str, text: str, tmp_path: Pat
     more = subprocess.run([*arguments, "--steps", str(done + 2)], capture_output=True, text=True, check=True)
     after = json.loads(more.stdout.splitlines()[-1])
     assert after["steps"] == done + 2 and after["losses"][:done] == result["losses"]
+
+
+def test_told_to_end_it_saves_before_all_else(
+    small: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever told it gives it seconds; to be told again changes nothing."""
+    from ebbtide.cli.loop import Training
+    from ebbtide.state.folders import Run
+
+    seen: list[int] = []
+    summary = Training.summary
+
+    def summed(training: Training) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        seen.append(len(Run(tmp_path / "out" / "checkpoints").complete()))
+        return summary(training)
+
+    def advance(self: Any, number: int) -> None:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Training, "summary", summed)
+    monkeypatch.setattr("ebbtide.cli.checkpoints.Checkpoints.after", advance)
+    flags = [
+        "--model",
+        small,
+        "--data",
+        text,
+        "--batch",
+        "1",
+        "--seq",
+        "16",
+        "--steps",
+        "1000",
+        "--save-every",
+        "500",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert run(["train", *flags, "--json"]) == 0
+    assert seen == [1]

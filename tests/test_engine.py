@@ -15,7 +15,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
-from harness import config_of
+from harness import batch_of, config_of
 
 TIGHT = {"device": {"memory": 1_400_000}}
 
@@ -539,3 +539,51 @@ def test_inference_mode_and_scalars(make: Any) -> None:
         shas.append(engine.weights_sha256())
         engine.close()
     assert shas[0] == shas[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_are_those_of_the_loss(make: Any, precision: str) -> None:
+    """Whatever the loss was scaled with, and outside the chunks as inside."""
+    engine = make(precision=precision, accumulate=2, unmanaged=["*.ln_f.*"])
+    dtype = reference.ROUND[precision]
+    model = zoo.build("gpt2").to(dtype)
+    for number in range(2):
+        (model(**batch_of("gpt2", number, dtype, "cpu")).loss / 2).backward()
+        engine.backward(engine(**batch_of("gpt2", number, dtype, "cpu")).loss)
+        if not number:
+            engine.step()
+    with engine.gradients("*.ln_f.weight", "*.h.0.ln_1.weight") as found:
+        assert len(found) == 2
+        for name, value in found.items():
+            wanted = model.get_parameter(name).grad
+            assert wanted is not None
+            torch.testing.assert_close(value, wanted.float(), rtol=0.1, atol=2e-3)
+    engine.step()
+
+
+def test_a_state_dict_of_other_shapes_changes_nothing(make: Any) -> None:
+    engine = make()
+    step(engine, 0)
+    before, good = engine.weights_sha256(), engine.state_dict()
+    other = {key: value + 1 for key, value in good.items()} | {"transformer.ln_f.bias": torch.zeros(3)}
+    with pytest.raises(ConfigError, match="expected shape"):
+        engine.load_state_dict(other)
+    assert engine.weights_sha256() == before
+
+
+def test_values_outside_the_chunks_are_rounded_as_those_inside(make: Any) -> None:
+    """Between two bf16 numbers, exactly: up, as an update rounds."""
+    tie = torch.tensor([1.0 + 2.0**-8, -1.0 - 2.0**-8])
+    values = {}
+    for unmanaged in ([], ["transformer.ln_f.weight"]):
+        engine = make(unmanaged=unmanaged)
+        state = engine.state_dict()
+        state["transformer.ln_f.weight"][:2] = tie
+        engine.load_state_dict(state)
+        with torch.no_grad():
+            values[len(unmanaged)] = engine(**batch_of("gpt2", 0, torch.bfloat16, "cpu")).loss.item()
+            seen = engine.module.transformer.ln_f.weight
+            if unmanaged:
+                assert seen[:2].tolist() == [1.0078125, -1.0078125]
+        engine.close()
+    assert values[0] == values[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
 
 import ebbtide
 from ebbtide.errors import RanksError, StateError
-from ebbtide.layout import ALIGNMENT, Bank, Slicing, TensorSpec, build_spread_layout, odd_bank
+from ebbtide.layout import ALIGNMENT, Bank, Layout, Slicing, TensorSpec, build_spread_layout, odd_bank
 from group import RankError, group_of
 from harness import config_of
 
@@ -74,9 +75,9 @@ def few(capacity: int = 3) -> nn.Module:
     return switch(capacity=capacity)
 
 
-def one_sided() -> nn.Module:
+def one_sided(experts: int = EXPERTS) -> nn.Module:
     """All tokens want the first expert: others, and whole ranks, get none."""
-    model = switch()
+    model = switch(experts)
     for name, parameter in model.named_parameters():
         if "router.classifier" in name:
             with torch.no_grad():
@@ -96,7 +97,13 @@ MODELS = {
     "few": few,
     "one-sided": one_sided,
     "checkpointed": checkpointed,
+    "two of switch": lambda: switch(2),
+    "two of mixtral": lambda: mixtral(2),
+    "six of switch": lambda: switch(6),
+    "two one-sided": lambda: one_sided(2),
 }
+FEW = ("two of switch", "two of mixtral", "six of switch", "two one-sided")
+"""On four ranks, two at a time have the same experts."""
 
 
 def share_of(number: int) -> dict[str, torch.Tensor]:
@@ -150,10 +157,13 @@ def plain(**changes: Any) -> dict[str, Any]:
 # -- as one process -----------------------------------------------------------------------------------------------
 
 
-FOUR = [pytest.param(name, 4, marks=pytest.mark.heavy) for name in MODELS if name != "mixtral"]
+TWO = [(name, 2) for name in MODELS if name not in FEW]
+ON_FOUR = ("mixtral", "two of mixtral", "two one-sided")
+"""Every day; the others now and then."""
+FOUR = [pytest.param(name, 4, marks=() if name in ON_FOUR else pytest.mark.heavy) for name in MODELS]
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("mixtral", 4), *FOUR])
+@pytest.mark.parametrize(("name", "size"), [*TWO, *FOUR])
 def test_the_model_is_that_of_one_process(name: str, size: int) -> None:
     alone = group_of(1).run(train, name, plain())[0]
     found = group_of(size).run(train, name, plain())
@@ -190,6 +200,14 @@ def test_placement_changes_no_number(name: str, change: str) -> None:
     assert [rank["sha"] for rank in found] == [wanted, wanted]
 
 
+@pytest.mark.parametrize("change", ["host", "SSD", pytest.param("large chunks", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", ["two of mixtral", pytest.param("two of switch", marks=pytest.mark.heavy)])
+def test_placement_changes_no_number_where_ranks_have_the_same_experts(name: str, change: str) -> None:
+    wanted = group_of(4).run(train, name, config_of(), 4)[0]["sha"]
+    found = group_of(4).run(train, name, config_of(**CHANGES[change]), 4)
+    assert [rank["sha"] for rank in found] == [wanted] * 4
+
+
 def test_updates_in_backward_gather_experts() -> None:
     exact = group_of(2).run(train, "switch", config_of(clip=None, experts="gathered"), 4)
     found = group_of(2).run(train, "switch", config_of(clip=None, updates="in-backward"), 4)
@@ -220,6 +238,14 @@ def test_tokens_are_sent_as_on_paper() -> None:
         assert rank < 2
 
 
+def test_tokens_go_to_one_of_those_that_have_the_expert() -> None:
+    for found in group_of(4).run(train, "two one-sided", plain(), 1):
+        rows = BATCH // 4 * LENGTH
+        for layer in found["stats"]["experts"].values():
+            assert layer["load"] == [BATCH * LENGTH, 0]
+            assert layer["sent_bytes"] == 2 * rows * WIDTH * 4
+
+
 def test_what_is_full_is_reported() -> None:
     found = group_of(2).run(train, "few", plain(), 1)[0]["stats"]["experts"]
     for layer in found.values():
@@ -231,6 +257,10 @@ def test_a_rank_has_its_experts_only() -> None:
     whole = sum(p.numel() for n, p in mixtral().named_parameters() if ".experts." in n)
     for rank in group_of(4).run(train, "mixtral", plain(), 1):
         assert rank["local"] == whole // 4
+    # Of two, each of four ranks has half of one, and computes with all of it.
+    whole = sum(p.numel() for n, p in mixtral(2).named_parameters() if ".experts." in n)
+    for rank in group_of(4).run(train, "two of mixtral", plain(), 1):
+        assert rank["local"] == whole // 2
 
 
 # -- values -------------------------------------------------------------------------------------------------------
@@ -255,14 +285,23 @@ def load(name: str, folder: str) -> dict[str, Any]:
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["one-sided", "mixtral"])
-def test_checkpoints_move_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
-    saved = group_of(2).run(save, name, str(tmp_path))[0]
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("one-sided", 2),
+        ("mixtral", 2),
+        ("two one-sided", 4),
+        ("two of mixtral", 4),
+        pytest.param("two of switch", 4, marks=pytest.mark.heavy),
+    ],
+)
+def test_checkpoints_move_between_numbers_of_ranks(name: str, ranks: int, tmp_path: Path) -> None:
+    saved = group_of(ranks).run(save, name, str(tmp_path))[0]
     for size in (1, 2, 4):
         found = group_of(size).run(load, name, str(tmp_path))[0]
         assert found["sha"] == saved["sha"]
         assert found["after"] == pytest.approx(saved["after"], rel=1e-3)
-        assert size != 2 or found["end"] == saved["end"]
+        assert size != ranks or found["end"] == saved["end"]
 
 
 def exported(folder: str) -> str:
@@ -283,6 +322,51 @@ def test_exports_are_whole(tmp_path: Path) -> None:
     engine.close()
 
 
+def written(name: str) -> tuple[str, str]:
+    """In place by the user: each rank what it computes with."""
+    engine = ebbtide.initialize(MODELS[name](), plain())
+    try:
+        before = engine.weights_sha256()
+        run(engine, 0, 1)
+        with engine.weights() as found:
+            wanted = {key: value * 2 for key, value in found.items() if ".experts." in key}
+        with torch.no_grad(), engine.resident():
+            for key, parameter in engine.module.named_parameters():
+                if ".experts." in key and 0 not in parameter.stride():  # else others have it
+                    parameter.mul_(2)
+        with engine.weights() as found:
+            for key, value in wanted.items():
+                assert torch.equal(found[key], value), key
+        return before, engine.weights_sha256()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("name", "size"), [("mixtral", 2), ("two of mixtral", 4), ("two of switch", 4)])
+def test_writes_in_place_count(name: str, size: int) -> None:
+    found = group_of(size).run(written, name)
+    assert len(set(found)) == 1
+
+
+def loaded_weights(name: str, folder: str) -> list[str]:
+    engine = ebbtide.initialize(MODELS[name](), plain())
+    try:
+        run(engine, 0, 2)
+        hashes = [engine.weights_sha256()]
+        engine.export(folder)
+        run(engine, 2, 1)
+        engine.load_weights(folder)
+        return [*hashes, engine.weights_sha256()]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("name", "size"), [("mixtral", 2), ("two of mixtral", 4)])
+def test_exports_are_read_back(name: str, size: int, tmp_path: Path) -> None:
+    for before, after in group_of(size).run(loaded_weights, name, str(tmp_path)):
+        assert before == after
+
+
 def gradients(name: str) -> dict[str, torch.Tensor]:
     engine = ebbtide.initialize(MODELS[name](), plain())
     try:
@@ -293,10 +377,12 @@ def gradients(name: str) -> dict[str, torch.Tensor]:
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["one-sided", "mixtral"])
-def test_gradients_are_those_of_one_process(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "size"), [("one-sided", 2), ("mixtral", 2), ("two one-sided", 4), ("two of mixtral", 4)]
+)
+def test_gradients_are_those_of_one_process(name: str, size: int) -> None:
     alone = group_of(1).run(gradients, name)[0]
-    for found in group_of(2).run(gradients, name):
+    for found in group_of(size).run(gradients, name):
         assert sorted(found) == sorted(alone)
         for key, value in found.items():
             scale = max(float(alone[key].abs().max()), 1e-3)
@@ -358,16 +444,18 @@ class Pair(nn.Module):
 
 
 class Around(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, first: bool = True) -> None:
+        """`first`: something before the experts."""
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH) if first else nn.Identity()
         self.pair = Pair()
+        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.pair(self.first(rows)).square().mean()
+        return self.last(self.pair(self.first(rows))).square().mean()
 
 
-def own_layer() -> dict[str, Any]:
+def own_adapter() -> None:
     bank = Bank(2, own=(("left.0.weight",), ("left.1.weight",)))
 
     def route(layer: Pair, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -377,6 +465,10 @@ def own_layer() -> dict[str, Any]:
         return torch.stack([layer.left[int(one)](row) for one, row in zip(experts, rows, strict=True)])
 
     ebbtide.register_experts(Pair, ebbtide.ExpertAdapter(lambda layer: bank, route, run_experts))
+
+
+def own_layer() -> dict[str, Any]:
+    own_adapter()
     torch.manual_seed(0)
     engine = ebbtide.initialize(Around(), plain())
     try:
@@ -400,6 +492,64 @@ def test_a_layer_of_ones_own() -> None:
     assert list(found[0]["experts"]) == ["pair"]
     for number, wanted in enumerate(alone["losses"]):
         assert sum(rank["losses"][number] for rank in found) / 2 == pytest.approx(wanted, rel=1e-3)
+
+
+SIGNS = ["both", "both", "both", "by rank", "by rank", "other", "both", "first", "both"]
+"""Of the first feature, by step: which experts of `Pair` a rank's rows go to."""
+
+
+def signed(number: int, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.clone()
+    kind = SIGNS[number]
+    if kind != "both":
+        second = {"by rank": rank % 2 == 1, "other": rank % 2 == 0, "first": False}[kind]
+        rows[:, 0] = rows[:, 0].abs() * (1 if second else -1)
+    return rows
+
+
+def alternating(config: dict[str, Any], parts: int) -> dict[str, Any]:
+    """Experts that only some ranks have rows for, after steps in which all have. `parts`: of a global batch."""
+    own_adapter()
+    torch.manual_seed(0)
+    engine = ebbtide.initialize(Around(first=False), config)
+    try:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        losses = []
+        for number in range(len(SIGNS)):
+            rows = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+            each = BATCH // parts
+            batch = torch.cat([signed(number, part, rows[part * each :][:each]) for part in range(parts)])
+            mine = BATCH // size
+            loss = engine(batch[rank * mine :][:mine])
+            engine.backward(loss)
+            engine.step()
+            engine.check_integrity()
+            with torch.no_grad():
+                losses.append(float(engine(batch)))
+        with engine.weights() as found:
+            weights = {key: value.clone() for key, value in found.items()}
+        return {"losses": losses, "weights": weights, "sha": engine.weights_sha256()}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("change", ["plain", "clip", "accumulate", "chunks"])
+def test_experts_that_some_of_those_that_have_them_have_no_rows_for(change: str) -> None:
+    config = plain(
+        **{
+            "plain": {"clip": None},
+            "clip": {"clip": 0.1},
+            "accumulate": {"accumulate": 3, "clip": None},
+            "chunks": {"clip": None, "chunk_size": "4KiB"},
+        }[change]
+    )
+    alone = group_of(1).run(alternating, config, 4)[0]
+    found = group_of(4).run(alternating, config, 4)
+    assert len({rank["sha"] for rank in found}) == 1
+    for rank in found:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+        for key, value in rank["weights"].items():
+            torch.testing.assert_close(value, alone["weights"][key], rtol=1e-3, atol=2e-4)
 
 
 # -- layouts ------------------------------------------------------------------------------------------------------
@@ -442,6 +592,11 @@ def test_a_slice_is_whole_experts(ranks: int, local: int, sizes: list[int], cut:
             assert [share.first for share in shares] == [rank * local * ALIGNMENT for rank in range(ranks)]
             assert {share.numel for share in shares} == {local * ALIGNMENT}
             assert {share.offset for share in shares} == {0}
+    check_places(layout, specs, taken)
+
+
+def check_places(layout: Layout, specs: list[TensorSpec], taken: dict[int, list[tuple[int, int]]]) -> None:
+    """No tensors overlap, nor do chunks, which are in the order of their first tensors. `taken`: elements, by chunk."""
     for index, ranges in taken.items():
         ranges.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(ranges))
@@ -451,3 +606,45 @@ def test_a_slice_is_whole_experts(ranks: int, local: int, sizes: list[int], cut:
     order = {one.name: position for position, one in enumerate(specs)}
     firsts = [min(order[name] for name in layout.names_of(chunk.index)) for chunk in layout.chunks]
     assert firsts == sorted(firsts)
+
+
+@given(
+    shares=st.integers(2, 3),
+    alike=st.integers(2, 4),
+    local=st.sampled_from([1, 5, 7]),
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=3),
+    cut=st.sampled_from(["chunk", "page", "tensor"]),
+    unit=st.integers(1, 64),
+)
+def test_slices_in_a_row_are_whole_experts(
+    shares: int, alike: int, local: int, sizes: list[int], cut: str, unit: int
+) -> None:
+    """Where experts are fewer than ranks."""
+    ranks, count = shares * alike, shares * local
+    if gcd(count, ranks) != shares:
+        return
+    own = tuple(tuple(f"e{e}.{i}" for i in range(len(sizes))) for e in range(count))
+    specs = [spec("first", 100), *(spec(n, s) for names in own for n, s in zip(names, sizes, strict=True))]
+    specs += [spec("stack", count, alike * ALIGNMENT), spec("last", 300)]
+    bank = Bank(count, ("stack",), own)
+    assert not odd_bank(bank, {s.name: s for s in specs}, ranks)
+    layout = build_spread_layout(specs, [bank], cut, None if cut == "tensor" else unit * ALIGNMENT, ranks)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for one in specs:
+        span = layout.spans[one.name]
+        size = layout.chunks[span.chunk].size
+        taken.setdefault(span.chunk, []).append((span.offset, span.offset + span.numel))
+        if one.name in ("first", "last"):
+            assert span.chunk not in layout.spread
+            continue
+        assert layout.spread[span.chunk] == alike
+        for rank in range(ranks):
+            share = Slicing(ranks, rank).crew(alike).share(span.offset, span.numel, size)
+            if one.name == "stack":
+                assert share.numel == local * alike * ALIGNMENT and share.offset == 0
+            else:
+                owner = int(one.name[1:].split(".")[0]) // local
+                assert share.numel == one.numel * (rank // alike == owner)
+        # The slices of a crew are what it has, and nothing else.
+        assert size == ranks * Slicing(ranks).slice(size) == shares * Slicing(shares).slice(size)
+    check_places(layout, specs, taken)

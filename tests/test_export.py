@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import ebbtide
@@ -112,13 +113,17 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def said_by_the_library(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: No space left on device")
+
     engine.export(tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(export, "save_file", full)
     engine.backward(engine(**batch_of("gpt2", 3, torch.bfloat16, "cpu")).loss)
     engine.step()
-    with pytest.raises(DiskError, match="No space left"):
-        engine.export(tmp_path / "out")
+    for fails in (full, said_by_the_library):
+        monkeypatch.setattr(export, "save_file", fails)
+        with pytest.raises(DiskError, match="No space left"):
+            engine.export(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert engine.weights_sha256()
     engine.close()

@@ -20,7 +20,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.plan.forecast import look
 from ebbtide.plan.machine import Machine
-from ebbtide.plan.strategies import STRATEGIES
+from ebbtide.plan.strategies import STRATEGIES, set_up
 
 PROMISED = {
     "fits", "bytes", "params", "chunk_size", "utilisation", "step_seconds", "tokens_per_second", "tflops_per_device",
@@ -227,6 +227,32 @@ def test_experts_stay_with_their_ranks() -> None:
     states = [sum(found.bytes["device"].values()) for found in (two, eight)]
     assert states[1] < states[0]
     assert eight.moved_bytes["wire"] > 0
+
+
+def test_fewer_experts_than_ranks_are_had_in_slices() -> None:
+    """Of half as many, a rank has half as much, and gathers the other half."""
+    machine = Machine.read("v100-node").with_devices(8)
+    states, gathered, owned = [], [], []
+    for count in (8, 4):
+        forecaster = Forecaster(f"t5:layers=4,hidden=128,heads=4,ffn=1024,experts={count}")
+        question = forecaster.question(machine, Workload(2, 128), "ebbtide")
+        model, found = question.ask.model, set_up("ebbtide", question.ask)
+        mine = sum(t.numel for t, expert in zip(model.tensors, model.expert, strict=True) if expert)
+        chunks = {
+            found.layout.spans[t.name].chunk
+            for t, expert in zip(model.tensors, model.expert, strict=True)
+            if expert
+        }
+        owned.append(mine)
+        states.append(sum(found.shape.state_bytes[i] for i in chunks))
+        gathered.append(sum(found.shape.whole_bytes[i] for i in chunks))
+    assert owned[0] == owned[1]  # of each layer, what is computed with is one expert
+    assert states[1] == pytest.approx(states[0] / 2, rel=0.02)
+    assert gathered[0] == 0
+    assert gathered[1] == pytest.approx(2 * owned[1], rel=0.02)
+    # With no divisor in common all ranks gather all of them.
+    odd = Forecaster("t5:layers=4,hidden=128,heads=4,ffn=256,experts=7")
+    assert not any(odd.question(machine, Workload(2, 128), "ebbtide").ask.model.expert)
 
 
 FAMILY = ["gpt-1b", "gpt-2b", "gpt-4b", "gpt-6b", "gpt-8b", "gpt-10b", "gpt-12b", "gpt-15b", "gpt-18b", "gpt-20b",

@@ -25,9 +25,10 @@ from ebbtide.disk.space import DiskSpace
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, StateError
 from ebbtide.kernels import RULES, Operands, Rule, cpu_kernels
+from ebbtide.memory.glance import peek
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.tiers import Tiers
-from harness import expected, run
+from harness import config_of, expected, run
 from test_ssd import follow, on_ssd
 
 LAYERS, ELEMENTS = 6, 1 << 14
@@ -144,7 +145,7 @@ def check(engine: Engine, total: torch.Tensor) -> None:
         chunk = session.store.chunks["total", place.chunk]
         tier = next(tier for tier in ("device", "host", "ssd") if chunk.valid_on(tier))
         if tier == "ssd":
-            found = session.store.peek(chunk, place.offset, place.numel)
+            found = peek(session.store, chunk, place.offset, place.numel)
         else:
             found = torch.cat([piece for _, piece in chunk.slices(tier, place.offset, place.numel)])
         assert torch.equal(found, -total[member].expand(ELEMENTS))
@@ -445,3 +446,60 @@ def test_the_loss_falls_as_it_does_exactly(folder: Path) -> None:
         ends.append(sum(losses[-4:]) / 4)
         assert ends[-1] < 0.75 * losses[0]
     assert max(ends) < 1.15 * min(ends)
+
+
+class Partly(nn.Module):
+    """One chunk has parameters with gradients, without, and frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, everything: bool = False) -> torch.Tensor:
+        x = self.used(self.frozen(x))
+        return self.unused(x) if everything else x
+
+
+@TIERS
+@pytest.mark.parametrize("master", ["split", "separate"])
+def test_values_without_gradients_stay_what_they_are(folder: Path, host: bool, master: str) -> None:
+    ssd = {"folder": str(folder), "memory": "16MB"}
+    engine = ebbtide.initialize(
+        Partly(),
+        config_of(updates="lock-free", placement="host", master=master, chunk_size="1MB", ssd=ssd)
+        | {"device": {"kind": "cpu", "memory": 2_000_000}, "host": {"memory": 4_000_000 * host}},
+    )
+    assert len(engine._session.layout.chunks) == 1
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(3):
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    engine.synchronize()
+    with torch.no_grad():
+        found = engine(x, everything=True)
+    plain = Partly()
+    plain.load_state_dict(engine.state_dict())
+    torch.testing.assert_close(found, plain.bfloat16()(x, everything=True), rtol=0.05, atol=0.02)
+    engine.close()
+
+
+@with_sums
+@TIERS
+def test_after_a_write_that_was_lost_one_can_go_on(folder: Path, host: bool) -> None:
+    gate = threading.Event()
+    with chain(folder, host, max_staleness=20) as engine:
+        total = train(engine, 1)
+        engine.synchronize()
+        slow(engine, 0.0, gate)
+        total += train(engine, 2)
+        with torch.no_grad():
+            engine.module.layers[0].weight.add_(1.0)
+        gate.set()
+        with pytest.raises(StateError, match="written in place"):
+            engine.synchronize()
+        engine.synchronize()
+        check(engine, total + train(engine, 2))
+        engine.save(folder / "run")
+        engine.load(folder / "run")

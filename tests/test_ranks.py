@@ -602,6 +602,29 @@ def test_parameters_outside_the_chunks_stay_the_same_on_all_ranks() -> None:
     assert found[0] == found[1]
 
 
+def among_others() -> list[str]:
+    """Each rank has been in another number of groups of the user's."""
+    for _ in range(2):
+        dist.new_group([0])
+    shas = []
+    for _ in range(2):
+        engine = ebbtide.initialize(Outside(), config_of(precision="fp32"))
+        engine.backward(engine(torch.ones(8, 64), True).loss)
+        engine.step()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    return shas
+
+
+def test_the_users_own_groups_are_no_obstacle() -> None:
+    group = Group(2)
+    try:
+        found = group.run(among_others)
+    finally:
+        group.stop()
+    assert found[0] == found[1]
+
+
 def not_finite(where: str) -> str:
     """On one rank only; both are told, and both can go on."""
     rank, _ = rank_of()

@@ -226,3 +226,33 @@ def test_a_full_disk_of_one_rank_loses_nothing(where: int, folder: Path) -> None
     assert kind == DiskError.__name__ and Path(latest).name == f"step-{HALF:08d}"
     left = sorted(os.listdir(folder / "run"))
     assert left == ["latest", f"step-{HALF:08d}", f"step-{WHOLE:08d}"]
+
+
+def evaluated_and_loaded(folder: str) -> list[float]:
+    """A chunk of one slice: what the second rank has of it is padding, and nothing is read there."""
+    torch.manual_seed(0)
+    engine = ebbtide.initialize(torch.nn.Linear(32, 32, bias=False), config_of(precision="fp32", clip=None))
+    rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            found.append(float(engine(rows).square().sum()))
+
+    try:
+        engine.save(folder)
+        evaluate()
+        engine.backward(engine(rows).square().sum())
+        engine.step()
+        evaluate()
+        engine.load(folder)
+        evaluate()
+        return found
+    finally:
+        engine.close()
+
+
+def test_what_was_gathered_before_a_load_is_gathered_again_on_all_ranks(tmp_path: Path) -> None:
+    for first, stepped, loaded in group_of(2).run(evaluated_and_loaded, str(tmp_path)):
+        assert stepped != first
+        assert loaded == first

@@ -77,6 +77,7 @@ def test_ranks_share_a_batch(text: Path) -> None:
     assert two["ranks"] == 2 and two["moved_bytes"]["wire"] > 0
 
 
+@pytest.mark.heavy
 def test_ranks_go_on_in_other_numbers(text: Path, tmp_path: Path) -> None:
     data = ["--data", str(text), "--json"]
     saved = [*data, "--save-every", "2", "--out", str(tmp_path / "run")]

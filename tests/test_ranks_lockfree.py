@@ -24,7 +24,9 @@ from harness import batch_of, config_of
 from test_lockfree import ELEMENTS, LAYERS, SUMS, Chain, slow
 
 
-def chained(folder: str, host: bool, bound: int, delay: float, steps: int) -> dict[str, Any]:
+def chained(
+    folder: str, host: bool, bound: int, delay: float, steps: int, rates: dict[str, float] | None = None
+) -> dict[str, Any]:
     """The ranks' mean gradient is a whole number; the second rank's updates are slower than the first one's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before, RULES["adamw"] = RULES["adamw"], SUMS
@@ -37,7 +39,7 @@ def chained(folder: str, host: bool, bound: int, delay: float, steps: int) -> di
     engine = Engine(
         Chain(),
         Config.read(config | given_memory | {"max_staleness": bound}),
-        tiers=Tiers(CpuBackend(poison=True), Ledger(budgets), disk),
+        tiers=Tiers(CpuBackend(poison=True, rates=rates), Ledger(budgets), disk),
     )
     try:
         slow(engine, delay * rank)
@@ -70,6 +72,13 @@ def test_no_gradient_is_lost(host: bool, bound: int, tmp_path: Path) -> None:
         after = rank["after"]
         assert after["pending"] == 0
         assert after["gradients_produced"] == after["gradients_applied"] == 16 * LAYERS
+
+
+def test_gradients_that_are_still_on_their_way_to_the_host(tmp_path: Path) -> None:
+    """The next step's come before the last one's have been added up."""
+    found = group_of(2).run(chained, str(tmp_path), True, 8, 0.0, 6, {"device_to_host": 1e6})
+    assert found[0]["sha"] == found[1]["sha"]
+    assert all(rank["after"]["gradients_applied"] == 6 * LAYERS for rank in found)
 
 
 def trained(folder: str, updates: str) -> dict[str, Any]:

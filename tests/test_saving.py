@@ -17,7 +17,7 @@ from ebbtide.errors import DiskError
 from ebbtide.state import shards
 from ebbtide.state.folders import Run
 from group import group_of
-from harness import batch_of, config_of
+from harness import batch_of, config_of, facts
 from test_checkpoint import start, tiers, train
 
 
@@ -96,6 +96,23 @@ def test_what_has_no_room_is_written_first(folder: Path, monkeypatch: pytest.Mon
     train(engine, "gpt2", 2, 3)
     engine.load(folder / "run")
     assert engine.weights_sha256() == sha
+    engine.close()
+
+
+def test_its_copy_makes_room_for_what_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy takes what no pass has needed so far; then one needs it."""
+    peak, model_data, _ = facts("gpt2", "none", config_of())
+    engine = start("gpt2", config_of(device={"memory": 2 * peak + model_data}, host={"memory": 0}))
+    train(engine, "gpt2", 0, 2)
+    gate = gated(monkeypatch)
+    engine.save(folder, background=True)
+    assert engine.stats()["tags"]["device"]["snapshot"] > 0
+    threading.Timer(0.3, gate.set).start()
+    batch = batch_of("gpt2", 2, torch.bfloat16, "cpu")
+    longer = {key: torch.cat([value, value], 0) for key, value in batch.items()}
+    engine.backward(engine(**longer).loss)
+    engine.step()
+    assert Run(folder).latest() is not None
     engine.close()
 
 

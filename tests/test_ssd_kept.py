@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from harness import config_of, expected
 SSD = 64 << 20
 SPLITS = {"one tier of RAM": (2_600_000, 0), "less of it": (2_200_000, 0)}
 """Budgets of device and host in which some chunk has a part of its state in RAM."""
+THREE = {"three tiers": (1_500_000, 1_500_000)}
 
 
 def open_engine(folder: Path, io: FaultyIO, split: str, **changes: Any) -> Engine:
-    device, host = SPLITS[split]
+    device, host = (SPLITS | THREE)[split]
     budgets = {"device": device, "host": host, "ssd": SSD}
     settings = config_of(ssd={"folder": str(folder), "memory": SSD}, device={"memory": device})
     config = Config.read(settings | {"host": {"memory": host}, **changes})
@@ -183,3 +185,53 @@ def test_a_chunk_finds_room_in_fragments(folder: Path) -> None:
         disk.free(extent)
     assert disk.room == 64 * 4096
     disk.close()
+
+
+def test_a_plan_that_found_no_room_leaves_state_within_reach(folder: Path) -> None:
+    """While all parameters are held another shape's plan cannot be followed; later the first one's can."""
+    engine = open_engine(folder, FaultyIO(), "less of it", updates="in-backward", clip=None)
+    batch = zoo.ZOO["gpt2"].batch
+    longer = {key: torch.cat([value, value[:1]], 0) for key, value in batch(9).items()}
+    failed = 0
+    for number in range(6):
+        step(engine, number)
+        if number > 2:
+            with engine.resident():
+                try:
+                    engine(**longer)
+                except BudgetError:
+                    failed += 1
+    assert failed, "it was to have no room"
+    found = engine.weights_sha256()
+    engine.check_integrity()
+    engine.close()
+    plain = open_engine(folder, FaultyIO(), "one tier of RAM", updates="in-backward", clip=None)
+    for number in range(6):
+        step(plain, number)
+    assert plain.weights_sha256() == found
+    plain.close()
+
+
+@pytest.mark.parametrize("split", ["one tier of RAM", "three tiers"])
+def test_what_backward_has_left_is_updated_in_the_order_of_the_next_forward(folder: Path, split: str) -> None:
+    """A disk that is slow: updates are left, of state in RAM and on SSD, and no number changes."""
+    _, host = (SPLITS | THREE)[split]
+    engine = open_engine(
+        folder, FaultyIO(lambda *_: time.sleep(0.02)), split, updates="in-backward", clip=None
+    )
+    updater, left = engine._session.executor.updater, list[list[int]]()
+    reorder = updater.reorder
+
+    def spy() -> None:
+        reorder()
+        left.append([job.index for job in updater._waiting])
+
+    updater.reorder = spy  # type: ignore[method-assign]
+    for number in range(4):
+        step(engine, number)
+        engine.check_integrity()
+    homes = set(engine._session.homes.homes)
+    assert homes == ({"device", "ssd"} if not host else {"host", "ssd"} | homes & {"device"})
+    assert max(map(len, left)) > 1
+    assert engine.weights_sha256() == expected("gpt2", "none", 4, clip=None)[0]
+    engine.close()

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations as checkpoint
 from ebbtide.plan.forecast import Outlook, Question, look
@@ -55,6 +56,8 @@ class Seen:
     """Of the whole model; a rank may hold a share of its experts."""
     tokens: int
     expert: tuple[bool, ...]
+    alike: int
+    """Ranks that have the same experts."""
     sent: int
     """Bytes of tokens that a layer of experts exchanges, one way."""
     seconds: float
@@ -192,18 +195,23 @@ class Forecaster:
     def _of_spec(self, work: Workload, ranks: int, layers: int | None, target: str) -> Seen:
         assert self.spec is not None
         spec = self.spec if layers is None else self.spec.with_layers(layers)
-        share = spec.share_of_experts(ranks)
+        # As the engine has them: in as many sets as experts and ranks can be divided by; else all ranks gather them.
+        shares = expert_sets(spec.experts, ranks) if spec.experts else 1
+        share = spec.share_of_experts(shares)
         module = share.on_meta()
         if work.checkpoint_activations:
             checkpoint(module, spec.name)
         dtype = DTYPES[self.config.precision]
         traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target)
-        expert = tuple(".experts." in tensor.name for tensor in traced.tensors) if spec.experts else ()
+        spread = spec.experts and (shares > 1 or ranks == 1)
+        expert = tuple(".experts." in tensor.name for tensor in traced.tensors) if spread else ()
         tokens = spec.tokens(work.batch, work.seq)
         sent = tokens * int(getattr(spec.config, "hidden_size", 0)) * dtype.itemsize
         sent *= int(getattr(spec.config, "num_experts_per_tok", 1) or 1)
         params = spec.parameters if spec.experts else sum(tensor.numel for tensor in traced.tensors)
-        return Seen(spec.name, traced, params, tokens, expert, sent if any(expert) else 0, 0.0)
+        return Seen(
+            spec.name, traced, params, tokens, expert, ranks // shares, sent if any(expert) else 0, 0.0
+        )
 
     def _of_module(self, work: Workload, target: str) -> Seen:
         module = self._model if isinstance(self._model, nn.Module) else self._built()
@@ -212,7 +220,9 @@ class Forecaster:
         with _checkpointed(module, work.checkpoint_activations):
             traced = trace(module, self._example, dtype, target=target)
         tokens = self._tokens if self._tokens is not None else _positions(self._example)
-        return Seen(type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 0, 0.0)
+        return Seen(
+            type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 1, 0, 0.0
+        )
 
     def _built(self) -> nn.Module:
         assert callable(self._model)
@@ -236,7 +246,7 @@ class Forecaster:
         if work.offload_activations:
             away = offload(record)
             record, offloaded, taken = away.record, away.moved, away.host_bytes
-        model = Model(seen.trace.tensors, seen.trace.trained, seen.trace.runs, seen.expert)
+        model = Model(seen.trace.tensors, seen.trace.trained, seen.trace.runs, seen.expert, seen.alike)
         exchanges = _exchanges(record, seen) if machine.devices > 1 else {}
         ask = Ask(model, machine, self.config)
         return Question(ask, record, seen.tokens, exchanges, strategy, offloaded, taken, seen.params)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.heap import keeps_freed_memory
-from ebbtide.backend.slabs import Slabs
+from ebbtide.backend.slabs import Slabs, users
 from ebbtide.kernels import cpu_kernels
 
 
@@ -103,6 +104,7 @@ class CpuBackend:
         self._slabs = Slabs()
         self._lock = threading.Lock()
         self._held: dict[str, int] = {"device": 0, "host": 0}
+        self._freed: deque[tuple[str, torch.Tensor]] = deque()
         self._streams = {link: Stream(f"ebbtide-{link}") for link in ("host_to_device", "device_to_host")}
 
     def limit(self, count: int) -> None:
@@ -110,6 +112,7 @@ class CpuBackend:
 
     def allocate(self, tier: str, count: int) -> torch.Tensor:
         with self._lock:
+            self._take_back()
             slab = self._slabs.take(count)
             self._held[tier] += count
         return slab
@@ -118,7 +121,17 @@ class CpuBackend:
         if self._poison:
             # All bits set is a NaN in every floating dtype. No operator: a trace would take it for the model's.
             ctypes.memset(memory.data_ptr(), 0xFF, memory.numel())
-        with self._lock:
+        # The collector may free what an engine left, on a thread that has the lock: then that takes it back.
+        self._freed.append((tier, memory))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._freed:
+            tier, memory = self._freed.popleft()
             self._held[tier] -= memory.numel()
             self._slabs.put(memory)
 
@@ -126,6 +139,7 @@ class CpuBackend:
         if keeps_freed_memory():
             return
         with self._lock:
+            self._take_back()
             self._slabs.trim(most)
 
     def mark(self) -> CopyEvent:
@@ -147,10 +161,10 @@ class CpuBackend:
         return nullcontext()
 
     def aliases(self, memory: torch.Tensor) -> int:
-        return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+        return users(memory)
 
     def owns(self, storage: int) -> bool:
-        return storage in self._slabs.storages
+        return self._slabs.owns(storage)
 
     def watch(self, meter: Any) -> None:
         """A storage meter tells chunks from other storages by itself."""
@@ -172,6 +186,7 @@ class CpuBackend:
 
     def held(self) -> dict[str, int]:
         with self._lock:
+            self._take_back()
             return dict(self._held)
 
     def close(self) -> None:

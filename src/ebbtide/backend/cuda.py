@@ -18,7 +18,8 @@ import psutil
 import torch
 
 from ebbtide.backend.base import Event
-from ebbtide.backend.slabs import Slabs, map_memory
+from ebbtide.backend.pages import map_memory
+from ebbtide.backend.slabs import Slabs, users
 from ebbtide.errors import BudgetError
 from ebbtide.units import format_size, round_up
 
@@ -79,7 +80,7 @@ class CudaBackend:
     def __init__(self, poison: bool = False) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._poison = poison
-        self._host = Slabs(_Registered(), returns=False)
+        self._host = Slabs(_Registered())
         self._streams = {
             link: torch.cuda.Stream(self.device) for link in ("host_to_device", "device_to_host")
         }
@@ -157,7 +158,7 @@ class CudaBackend:
             yield
 
     def aliases(self, memory: torch.Tensor) -> int:
-        return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+        return users(memory)
 
     def owns(self, storage: int) -> bool:
         return storage in self._storages

@@ -11,8 +11,9 @@ _LARGEST, _LARGEST_OF_OLD = 2**31 - 1, 32 << 20
 """The threshold from which a block is a mapping of its own, freed to the kernel; older glibc takes less."""
 
 
-_MAPPED = (1 << 20) + 1
-"""Blocks of more than 1 MiB, a mapping of their own each: smaller ones would cost more time than memory."""
+_MAPPED = (4 << 20) + 1
+"""Blocks of more than 4 MiB, a mapping of their own each: gradients of large matrices, logits. Smaller ones, most
+activations among them, would cost more time than memory."""
 
 
 _kept = False
@@ -27,7 +28,8 @@ def return_freed_memory() -> None:
     """Tells glibc to give what is freed back to the kernel, in place of keeping all blocks like those it once freed.
 
     For a process whose memory is scarce: what it takes follows what it uses, without the fragments of a heap of
-    activations that come and go (a third of a gigabyte for a model of 350M), for a few hundredths of its time.
+    gradients and activations that come and go (a third of a gigabyte for a model of 350M), for a few hundredths of
+    its time.
     """
     global _kept
     _kept = False

@@ -1,39 +1,38 @@
 """Mapped host memory, by size, kept for reuse.
 
 Fresh memory costs four times a refill on first touch (and on a GPU machine a registration), so what is freed is
-kept; it is given back only when more of other sizes is asked for than was ever handed out at once.
+kept; it is given up only when more of other sizes is asked for than was ever handed out at once, and then its huge pages
+go to what is asked for (`backend.pages`).
 """
 
 from __future__ import annotations
 
-import mmap
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 
-_HUGE = 2 << 20
-
-
-def map_memory(count: int) -> torch.Tensor:
-    """Fresh zeroed memory, in huge pages where it is large."""
-    # Private: the kernel has no huge pages for shared mappings unless an administrator asks for them.
-    memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if count >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=count)
+from ebbtide.backend.pages import HUGE, Mapping, give_back
 
 
 class Slabs:
-    def __init__(self, source: Callable[[int], torch.Tensor] = map_memory, returns: bool = True) -> None:
-        """`source` makes a new slab; `returns` says whether it can be given back one by one."""
+    def __init__(self, source: Callable[[int], torch.Tensor] | None = None) -> None:
+        """`source` makes slabs that are never given up; without one they are mapped, and are."""
         self._source = source
-        self._returns = returns
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._kept = 0
+        """Bytes of free slabs and of loose pages."""
         self._out = 0
         self._most = 0
-        self.storages: set[int] = set()
+        self._mappings: dict[int, Mapping] = {}
+        """By storage."""
+        self._loose: list[int] = []
+        """Huge pages of slabs that were given up, by address."""
+        weakref.finalize(self, give_back, self._loose).atexit = False
+
+    def owns(self, storage: int) -> bool:
+        return storage in self._mappings
 
     def take(self, count: int) -> torch.Tensor:
         self._out += count
@@ -42,11 +41,7 @@ class Slabs:
         if stack:
             self._kept -= count
             return stack.pop()
-        if self._returns:
-            self._give_back(self._out + self._kept - self._most)
-        slab = self._source(count)
-        self.storages.add(slab.untyped_storage()._cdata)
-        return slab
+        return self._source(count) if self._source is not None else self._map(count)
 
     def put(self, slab: torch.Tensor) -> None:
         count = slab.numel()
@@ -55,14 +50,50 @@ class Slabs:
         self._free[count].append(slab)
 
     def trim(self, most: int) -> None:
-        """Gives back free slabs until no more than `most` bytes of them are kept."""
-        if self._returns and self._kept > most:
-            self._give_back(self._kept - most)
+        """Gives back what is free until no more than `most` bytes of it are kept."""
+        if self._source is None:
+            self._keep(most, 0)
 
-    def _give_back(self, excess: int) -> None:
-        for count in sorted(self._free, reverse=True):
-            stack = self._free[count]
-            while stack and excess > 0:
-                self.storages.discard(stack.pop().untyped_storage()._cdata)
-                self._kept -= count
-                excess -= count
+    def _map(self, count: int) -> torch.Tensor:
+        mapping = Mapping(count)
+        wanted = mapping.wanted
+        self._keep(self._most - self._out, wanted)
+        # Neighbours stay neighbours: to the kernel they are one mapping then.
+        first = max(0, len(self._loose) - wanted)
+        pages = self._loose[first:]
+        del self._loose[first:]
+        self._kept -= len(pages) * HUGE
+        mapping.move_in(pages)
+        slab = mapping.tensor()
+        self._mappings[slab.untyped_storage()._cdata] = mapping
+        return slab
+
+    def _keep(self, most: int, wanted: int) -> None:
+        """Gives up slabs until no more than `most` bytes are kept beside `wanted` of the loose pages."""
+        sizes = sorted(self._free, reverse=True)
+        while self._kept - HUGE * min(wanted, len(self._loose)) > most:
+            if len(self._loose) > wanted:
+                give_back([self._loose.pop()])
+                self._kept -= HUGE
+                continue
+            while sizes and not self._free[sizes[0]]:
+                del sizes[0]
+            if not sizes:
+                return
+            self._give_up(self._free[sizes[0]].pop())
+
+    def _give_up(self, slab: torch.Tensor) -> None:
+        mapping = self._mappings.pop(slab.untyped_storage()._cdata)
+        # Somebody may look at what was there, long after: that stays mapped as long as they do.
+        pages = mapping.take_apart() if users(slab) == _OURS else []
+        self._loose += pages
+        self._kept -= slab.numel() - HUGE * len(pages)
+
+
+def users(memory: torch.Tensor) -> int:
+    """How many look at a tensor's storage."""
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+
+
+_OURS = users(torch.empty(1))
+"""Of a tensor that nothing else shares a storage with."""

@@ -35,7 +35,7 @@ from ebbtide.plan.machine import Machine
 LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)
 MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
 SEQUENCES = (256, 1024)
-VISITS, APART = 2, 0.1
+VISITS, APART = 2, 0.05
 """How often a case is measured; once more where its visits differ by more than this share."""
 WARM_UP = 5
 """Steps until everything is where it belongs: two are traced, then what the first plan left on SSD is fetched."""

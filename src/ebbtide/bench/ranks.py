@@ -22,7 +22,7 @@ from torch import nn
 
 from ebbtide.bench.steps import LR, Ours, Plain, built, tokens
 from ebbtide.errors import RanksError
-from ebbtide.run.ranks import Ranks
+from ebbtide.run.crews import Crew
 
 STEPS = 2
 """In a row: what one leaves to be done beside the next step is part of the time."""
@@ -158,6 +158,7 @@ def _wire(ours: Ours) -> dict[str, Any]:
     ranks = session.ranks
     assert ranks is not None
     slices = [chunk.nbytes for chunk in session.store.chunks.values() if chunk.kind == "param"]
+    crew = Crew(ranks, ranks.size)
     sent, agreements = ranks.sent, ranks.agreements
     ours.step()
     ours.engine.synchronize()
@@ -165,22 +166,22 @@ def _wire(ours: Ours) -> dict[str, Any]:
         "slice_bytes": statistics.median(slices),
         "sent_bytes_per_step": ranks.sent - sent,
         "agreements_per_step": ranks.agreements - agreements,
-        "gather_share": _gather_rate(ranks, slices) / _gather_rate(ranks, [SATURATING]),
+        "gather_share": _gather_rate(crew, slices) / _gather_rate(crew, [SATURATING]),
     }
 
 
-def _gather_rate(ranks: Ranks, slices: Sequence[int], rounds: int = 9) -> float:
+def _gather_rate(crew: Crew, slices: Sequence[int], rounds: int = 9) -> float:
     """Bytes a second that a rank sends in one gather after the other of such slices."""
     mine = torch.zeros(max(slices), dtype=torch.uint8)
-    whole = torch.zeros(max(slices) * ranks.size, dtype=torch.uint8)
+    whole = torch.zeros(max(slices) * crew.size, dtype=torch.uint8)
     seconds = []
     for _ in range(rounds):
         dist.barrier()
         start = time.perf_counter()
         for each in slices:
-            ranks.gather(whole[: each * ranks.size], mine[:each]).wait()
+            crew.gather(whole[: each * crew.size], mine[:each]).wait()
         seconds.append(time.perf_counter() - start)
-    return sum(slices) * (ranks.size - 1) / statistics.median(seconds)
+    return sum(slices) * (crew.size - 1) / statistics.median(seconds)
 
 
 class _Job(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.bench.ssd import peak_rss
 from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly, tokens
 from ebbtide.disk.extents import BLOCK

@@ -150,9 +150,12 @@ def _run(training: Training, out: Path | None, resume: str | None, quiet: bool) 
             metrics.add(step)
             if saving:
                 checkpoints.after(step.number)
-    result = training.summary()
-    if saving:
-        checkpoints.save(result if len(training.history) == training.task.steps else None)
-    if out is not None:
-        save_model(training, out)
+        complete = len(training.history) == training.task.steps
+        if saving and not complete:
+            checkpoints.save()  # at once: whoever told it to end waits for seconds only
+        result = training.summary()
+        if saving and complete:
+            checkpoints.save(result)
+        if out is not None:
+            save_model(training, out)
     return result

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK, Extent
 from ebbtide.disk.files import DataFile, SystemIO
 from ebbtide.disk.vectors import BOUNCE, MAX_VECTORS, Memory, Part, Span, calls, view

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ebbtide.backend.base import Event
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.disk.checksums import Checksums
 from ebbtide.disk.extents import BLOCK, Extent, Extents
 from ebbtide.disk.files import DataFile, Folder, SystemIO

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.disk.vectors import view
 from ebbtide.doctor.system import file_system
 from ebbtide.errors import ConfigError

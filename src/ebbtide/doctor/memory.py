@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ebbtide.backend.cpu import CpuBackend
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.kernels import ADAMW, Operands, cpu_kernels
 
 UPDATE_BYTES = 26

@@ -12,11 +12,14 @@ import torch
 
 from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.run.scaler import LossScaler
 from ebbtide.state import values
 from ebbtide.state.weights import WeightFiles
 
 
 class ByName(Held):
+    _scaler: LossScaler | None
+
     @contextmanager
     def weights(self, *patterns: str, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
         """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
@@ -43,7 +46,8 @@ class ByName(Held):
                 'gradients are consumed in backward; use updates = "exact" to look at them'
             )
         session = self._open()
-        found = {name: values.gradient(session, name) for name in self._match(patterns)}
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        found = {name: values.gradient(session, name, scale) for name in self._match(patterns)}
         yield {n: values.whole(session, n, value) for n, value in found.items() if value is not None}
 
     @contextmanager
@@ -85,7 +89,7 @@ class ByName(Held):
             raise UnsupportedError(
                 "load_weights: tensor parallelism has split the module; load_state_dict() takes whole tensors, too"
             )
-        files = WeightFiles(folder, self.module)
+        files = WeightFiles(folder, self.module, {place.name: place.shape for place in session.data.places})
         session.executor.updater.drop()
         self._clear()
         files.load(session)

@@ -1,13 +1,15 @@
-"""Experts' tensors, laid out so that a rank's slice of a chunk is the experts that it has.
+"""Experts' tensors, laid out so that a rank's slice of a chunk is of the experts that it has.
 
 Ranks share a chunk in equal slices. A chunk that has as many experts of one layer for each rank, those of the first
-rank first, is cut between experts: what a rank computes with is its slice, and nothing is gathered.
+rank first, is cut between experts: what a rank computes with is its slice, and nothing is gathered. Where experts are
+fewer, a few ranks in a row have the same ones, and gather their slices among themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from ebbtide.errors import LayoutError
 from ebbtide.layout.build import build_layout
@@ -39,12 +41,21 @@ class _Draft:
     dtype: str
     size: int
     places: Mapping[str, int]
+    alike: int
+    """Ranks in a row that have the same of it."""
+
+
+def expert_sets(count: int, ranks: int) -> int:
+    """In how many sets `count` experts are cut, each of which as many ranks in a row have."""
+    return gcd(count, ranks)
 
 
 def odd_bank(bank: Bank, specs: Mapping[str, TensorSpec], ranks: int) -> str:
     """Why ranks cannot have whole experts of a layer; empty where they can."""
-    if bank.count % ranks:
-        return f"{bank.count} experts do not divide by {ranks} ranks"
+    shares = expert_sets(bank.count, ranks)
+    if shares == 1:
+        return f"{bank.count} experts do not divide by {ranks} ranks, nor by a part of them"
+    border = ranks // shares * ALIGNMENT
     missing = [name for name in bank.names if name not in specs]
     if missing:
         return f"{missing[0]} is not managed"
@@ -52,8 +63,9 @@ def odd_bank(bank: Bank, specs: Mapping[str, TensorSpec], ranks: int) -> str:
         spec = specs[name]
         if spec.shape[0] != bank.count or spec.stride[0] != spec.numel // bank.count:
             return f"{name} does not have its {bank.count} experts one after the other"
-        if spec.numel // ranks % ALIGNMENT:
-            return f"{name} has {spec.numel // ranks} elements a rank, which is no multiple of {ALIGNMENT}"
+        if spec.numel // shares % border:
+            found = f"{name} has {spec.numel // shares} elements for {ranks // shares} ranks"
+            return f"{found}, which is no multiple of {border}"
     alike = {tuple((specs[n].shape, specs[n].stride, specs[n].dtype) for n in names) for names in bank.own}
     if bank.own and (len(bank.own) != bank.count or len(alike) != 1):
         return f"its {bank.count} experts are not alike"
@@ -79,23 +91,26 @@ def build_spread_layout(
 
 
 def _drafts(bank: Bank, specs: Mapping[str, TensorSpec], unit: int, ranks: int) -> Iterator[_Draft]:
+    shares = expert_sets(bank.count, ranks)
+    alike = ranks // shares
     for name in bank.stacked:
-        yield _Draft(specs[name].dtype, specs[name].numel, {name: 0})
+        yield _Draft(specs[name].dtype, specs[name].numel, {name: 0}, alike)
     if not bank.own:
         return
     sizes = [round_up(specs[name].numel, ALIGNMENT) for name in bank.own[0]]
-    each, local = sum(sizes), bank.count // ranks
-    together = max(1, min(local, unit // (ranks * each)))
+    each, local = sum(sizes), bank.count // shares
+    together = max(1, min(local, unit // (shares * each)))
     for first in range(0, local, together):
         held = min(together, local - first)
         places: dict[str, int] = {}
         at = 0
-        for rank in range(ranks):
-            for expert in range(rank * local + first, rank * local + first + held):
+        for share in range(shares):
+            for expert in range(share * local + first, share * local + first + held):
                 for name, size in zip(bank.own[expert], sizes, strict=True):
                     places[name] = at
                     at += size
-        yield _Draft(specs[bank.own[0][0]].dtype, at, places)
+            at = round_up(at, alike * ALIGNMENT)
+        yield _Draft(specs[bank.own[0][0]].dtype, at, places, alike)
 
 
 def _joined(rest: Layout, drafts: Sequence[_Draft], specs: Mapping[str, TensorSpec]) -> Layout:
@@ -106,13 +121,13 @@ def _joined(rest: Layout, drafts: Sequence[_Draft], specs: Mapping[str, TensorSp
     for chunk in rest.chunks:
         names = rest.names_of(chunk.index)
         found.append((order[names[0]], chunk, {name: rest.spans[name].offset for name in names}))
-    experts = set()
+    experts: dict[int, int] = {}
     for draft in drafts:
         start = round_up(ends.get(draft.dtype, 0), rest.unit if rest.cut == "page" else ALIGNMENT)
         chunk = Chunk(0, draft.dtype, draft.size, start, draft.size)
         ends[draft.dtype] = start + draft.size
         first = min(order[name] for name in draft.places)
-        experts.add(first)
+        experts[first] = draft.alike
         found.append((first, chunk, draft.places))
     found.sort(key=lambda one: one[0])
     spans: dict[str, Span] = {}
@@ -125,5 +140,5 @@ def _joined(rest: Layout, drafts: Sequence[_Draft], specs: Mapping[str, TensorSp
         rest.unit,
         tuple(replace(chunk, index=index) for index, (_, chunk, _) in enumerate(found)),
         {name: spans[name] for name in specs},
-        frozenset(index for index, (first, _, _) in enumerate(found) if first in experts),
+        {index: experts[first] for index, (first, _, _) in enumerate(found) if first in experts},
     )

@@ -34,6 +34,10 @@ class Slicing:
         """Elements of a rank's slice of a chunk of `size` elements."""
         return round_up(-(-size // self.ranks), ALIGNMENT) if self.shared else size
 
+    def crew(self, ranks: int) -> Slicing:
+        """How crews of so many ranks in a row share chunks."""
+        return Slicing(self.ranks // ranks, self.rank // ranks)
+
     def whole(self, size: int) -> int:
         """Elements of all slices together."""
         return self.ranks * self.slice(size)

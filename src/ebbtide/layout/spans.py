@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -110,8 +110,9 @@ class Layout:
     chunks: tuple[Chunk, ...]
     spans: Mapping[str, Span]
     """By name, in definition order."""
-    spread: frozenset[int] = frozenset()
-    """Chunks of experts: each rank computes with its slice, which is the experts that it has."""
+    spread: Mapping[int, int] = field(default_factory=dict)
+    """Chunks of experts, each with how many ranks in a row have the same of them: what such ranks compute with is their
+    slices together."""
 
     @cached_property
     def elements(self) -> int:

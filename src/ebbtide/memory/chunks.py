@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -38,11 +37,11 @@ from ebbtide.memory.chunk import (
     Chunk,
 )
 from ebbtide.memory.host import HostSpace
+from ebbtide.memory.integrity import check_books
 from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.ssd import SsdSpace
 from ebbtide.plan.shape import WHOLE
-from ebbtide.plan.stage import BLOCK, piece_bytes
-from ebbtide.units import round_up
+from ebbtide.plan.stage import piece_bytes
 
 
 @dataclass
@@ -88,10 +87,14 @@ class ChunkStore:
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
         size = self.layout.chunks[index].size
-        size = self.slicing.whole(size) if kind in GATHERED else self.slicing.slice(size)
+        size = self.slicing.slice(size) * (self.crew(index) if kind in GATHERED else 1)
         chunk = Chunk(kind, index, dtype, size, size * dtype.itemsize)
         self.chunks[kind, index] = chunk
         return chunk
+
+    def crew(self, index: int) -> int:
+        """How many ranks' slices of a chunk are computed with: of all, or of those that have the same experts."""
+        return self.layout.spread.get(index, self.slicing.ranks)
 
     def used(self, index: int) -> int:
         """Elements of a chunk's slice that are no padding."""
@@ -297,40 +300,6 @@ class ChunkStore:
         self._open(chunk, self.near)
         self._start(chunk, SSD_READ)
 
-    def peek(self, chunk: Chunk, offset: int, count: int) -> torch.Tensor:
-        """Elements of the copy on SSD, in memory of their own."""
-        flat = torch.empty(count, dtype=chunk.dtype)
-        for place, piece, _ in self._blocks(chunk, offset, count):
-            flat[place : place + piece.numel()] = piece
-        return flat
-
-    def poke(self, chunk: Chunk, offset: int, values: torch.Tensor) -> None:
-        """Writes elements of the copy on SSD: for values by name, which are few or come once."""
-        assert self.ssd_space is not None
-        for place, piece, write in self._blocks(chunk, offset, values.numel()):
-            piece.copy_(values[place : place + piece.numel()])
-            write().wait()
-
-    def _blocks(
-        self, chunk: Chunk, offset: int, count: int
-    ) -> Iterator[tuple[int, torch.Tensor, Callable[[], Event]]]:
-        """Whole blocks that hold the elements [offset, offset + count), read: (place in the range, the range's elements
-        in them, what writes them back)."""
-        assert chunk.ssd is not None and self.ssd_space is not None, f"{chunk} has no copy on SSD"
-        self.before_stored(chunk)
-        disk, itemsize = self.ssd_space.disk, chunk.dtype.itemsize
-        for stored in chunk.ssd:
-            first, last = max(offset, stored.first), min(offset + count, stored.first + stored.count)
-            if first >= last:
-                continue
-            start = (first - stored.first) * itemsize // BLOCK * BLOCK
-            end = min(round_up((last - stored.first) * itemsize, BLOCK), stored.extent.nbytes - stored.offset)
-            memory = torch.empty(end - start, dtype=torch.uint8)
-            disk.read(stored.extent, [memory], stored.offset + start).wait()
-            skipped = (first - stored.first) * itemsize - start
-            piece = memory[skipped : skipped + (last - first) * itemsize].view(chunk.dtype)
-            yield first - offset, piece, partial(disk.write, stored.extent, [memory], stored.offset + start)
-
     def save(self, chunk: Chunk) -> None:
         """Starts taking the chunk from the tier next to SSD there; nothing is moved where SSD has it already."""
         self.settle(chunk, host=True)
@@ -450,25 +419,9 @@ class ChunkStore:
             return True
         return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases
 
-    # -- integrity ------------------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
         """Raises unless copies, validity, reservations and the back end's own count agree."""
-        self.ledger.check()
-        device = 0
-        for chunk in self.chunks.values():
-            device += chunk.nbytes if chunk.device is not None else 0
-            if any(chunk.valid_on(tier) and getattr(chunk, tier) is None for tier in TIERS):
-                raise IntegrityError(f"{chunk} is marked valid on a tier where it has no copy")
-            if chunk.move is None and chunk.work is None and not chunk.free:
-                stale = [t for t in TIERS if getattr(chunk, t) is not None and not chunk.valid_on(t)]
-                if stale and chunk.kind != "param":
-                    raise IntegrityError(f"{chunk} keeps a stale copy on {stale}")
-            if chunk.pins and chunk.device is None:
-                raise IntegrityError(f"{chunk} is pinned ({chunk.pins}) but not on the device")
-        tags = self.ledger.tags["device"]
-        if device > self.ledger.reserved["device"] or device > sum(tags.values()):
-            raise IntegrityError(f"device copies hold {device} bytes, reserved are {sum(tags.values())}")
+        check_books(self.chunks.values(), self.ledger)
         self.host_space.check()
         if self.ssd_space is not None:
             self.ssd_space.check()

@@ -2,7 +2,8 @@
 
 Reads go ahead in the order in which updates are expected, as far as there are free buffers; a piece that was updated is
 written while the next ones are. Where updates come in another order than expected, what was read ahead is thrown
-away (it is clean) and reading goes on from there: slower, never wrong.
+away (it is clean) and reading goes on from there: slower, never wrong. An order that holds for the rest of a round
+can be told (`detour`).
 
 Some pieces may have a buffer of their own for good: they are read once, and written when somebody else reads what SSD
 has of their chunk (`settle`), or the buffers are given up.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,8 @@ class StateStream:
         self._writing: list[Slot] = []
         self._order: list[Key] = []
         self._next = 0
+        self._detour: deque[Key] = deque()
+        """What is read before that."""
         self._known: dict[int, frozenset[str]] = {}
         """By chunk, the kinds that SSD has; the others are all zeros."""
         self._updated: set[Key] = set()
@@ -93,17 +96,46 @@ class StateStream:
             for _, slot in self._kept_of(index):
                 slot.holds = slot.changed = False
             self._known[index] = frozenset(kinds)
-            self._order = []
+            self._turn_to([])
 
     def expect(self, chunks: Sequence[int]) -> None:
         """The order in which chunks will be updated, again and again; reading ahead begins."""
-        every = [(index, first) for index in chunks for first, _, _ in self._space.group(index).pieces]
-        order = [key for key in every if key not in self._kept]
+        order = self._passing(chunks)
         with self._lock:
             if order != self._order:
                 self._drop_ahead()
-                self._order, self._next = order, 0
+                self._turn_to(order)
             self._read_ahead()
+
+    def detour(self, under_way: Sequence[int], chunks: Sequence[int]) -> list[int] | None:
+        """What is left of this round comes in ascending order, but for what has been read ahead; the next one as always.
+
+        `under_way`: chunks whose updates have begun; `chunks`: those that follow, in the order so far. Returns the new
+        order; None while the updating thread has the buffers."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            read = {index for index, _ in self._ahead}
+            order = [i for i in chunks if i in read] + sorted(i for i in chunks if i not in read)
+            wanted = self._passing(order)
+            if not all(key in self._ahead for key in wanted):  # else reading has gone round
+                left = set(self._order[self._next :]) - self._ahead.keys() - self._taken
+                self._detour = deque(key for key in (*self._passing(under_way), *wanted) if key in left)
+                self._next = 0
+                self._read_ahead()
+            return order
+        finally:
+            self._lock.release()
+
+    def _passing(self, chunks: Sequence[int]) -> list[Key]:
+        """Their pieces that stream."""
+        streamed = [index for index in chunks if index in self._known]
+        every = [(index, first) for index in streamed for first, _, _ in self._space.group(index).pieces]
+        return [key for key in every if key not in self._kept]
+
+    def _turn_to(self, order: list[Key]) -> None:
+        self._order, self._next = order, 0
+        self._detour.clear()
 
     def advance(self) -> None:
         """Reads ahead into buffers that have become free."""
@@ -145,16 +177,18 @@ class StateStream:
             self._drop_ahead()
             while self._writing:
                 self._collect(wait=True)
-            self._order, self.failed = [], None
+            self._turn_to([])
+            self.failed = None
 
     def close(self) -> list[torch.Tensor]:
         """Waits for what is under way, and gives the buffers back; what only they have is lost (see `settle`)."""
         with self._lock:
-            self._order = []
+            self._turn_to([])
             self._drop_ahead()
             while self._writing:
                 self._collect(wait=True)
             found = [slot.memory for slot in (*self._free, *self._kept.values())]
+            self._free.clear()
             self._kept.clear()
             return found
 
@@ -206,10 +240,10 @@ class StateStream:
     def _read_ahead(self) -> None:
         self._collect(wait=not self._prefetch)
         while self._prefetch and self._free and self._order and len(self._ahead) < len(self._order):
-            key = self._order[self._next]
+            key = self._detour[0] if self._detour else self._order[self._next]
             if key in self._ahead or key in self._taken:
                 return
-            self._next = (self._next + 1) % len(self._order)
+            self._go_on()
             slot = self._free.pop()
             self._read(slot, key)
             self._ahead[key] = slot
@@ -246,18 +280,33 @@ class StateStream:
             if self._writing:
                 self._collect(wait=True)
             else:
-                self._drop_ahead()
+                self._give_up_last()
         return self._free.pop()
 
+    def _give_up_last(self) -> None:
+        """Of what is read ahead, what is wanted last; it will be read again."""
+        key, slot = self._ahead.popitem()
+        self._detour.appendleft(key)
+        self._recycle(slot)
+
     def _resume_after(self, key: Key) -> None:
-        """It was not read ahead. Where another was expected, reading goes on after this one."""
-        if self._order and self._order[self._next] == key:
-            self._next = (self._next + 1) % len(self._order)
+        """It was not read ahead. Where another was expected, reading goes on after this one; one that never is expected
+        changes nothing."""
+        if self._order and key == (self._detour[0] if self._detour else self._order[self._next]):
+            self._go_on()
             return
         self.misses += 1
-        self._drop_ahead()
         if key in self._order:
+            self._drop_ahead()
+            self._detour.clear()
             self._next = (self._order.index(key) + 1) % len(self._order)
+
+    def _go_on(self) -> None:
+        """What comes next is being read."""
+        if self._detour:
+            self._detour.popleft()
+        else:
+            self._next = (self._next + 1) % len(self._order)
 
     def _drop_ahead(self) -> None:
         while self._ahead:

@@ -56,6 +56,8 @@ class Model:
     runs: tuple[tuple[int, ...], ...]
     expert: tuple[bool, ...] = ()
     """By tensor: it belongs to an expert, of which this rank holds its share; other ranks hold other experts."""
+    alike: int = 1
+    """Ranks that have the same experts, in slices."""
 
     @property
     def elements(self) -> int:
@@ -264,18 +266,14 @@ def _setup(
     for tensor, wanted in zip(model.tensors, model.trained, strict=True):
         trained[layout.spans[tensor.name].chunk] |= wanted
     shared = _shared(model, layout) if ask.ranks > 1 else frozenset()
-    slicing = Slicing(ask.ranks)
     slices, whole, states = [], [], []
     for chunk in layout.chunks:
         item = ITEMSIZE[chunk.dtype]
-        count = chunk.size
-        if chunk.index in shared:
-            count = chunk.size // ask.ranks if whole_slices else slicing.slice(count)
+        ranks = ask.ranks if chunk.index in shared else model.alike
+        count = chunk.size // ranks if whole_slices else Slicing(ranks).slice(chunk.size)
         state = (MOMENTS + _master_bytes(master, chunk.dtype)) * count if trained[chunk.index] else 0
         slices.append(count * item)
-        whole.append(
-            (chunk.size if whole_slices else count * ask.ranks) * item if chunk.index in shared else 0
-        )
+        whole.append((chunk.size if whole_slices else count * ranks) * item if ranks > 1 else 0)
         states.append(state)
     grads = [size if wanted else 0 for size, wanted in zip(slices, trained, strict=True)]
     places = tuple(layout.spans[tensor.name].chunk for tensor in model.tensors)

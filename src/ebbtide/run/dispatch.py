@@ -1,10 +1,12 @@
 """Tokens on their way to the ranks that have their experts, and back.
 
 All ranks come to a layer together, in forward and in backward: each says how many rows it has for which expert, then
-rows are exchanged, the experts that are here work on those that came, and what they made of them goes back.
+rows are exchanged, the experts that are here work on those that came, and what they made of them goes back. Where
+several ranks in a row have the same experts, tokens go to those that have the same place among theirs.
 
-An expert's gradient is to be the mean over the ranks, as everybody's is; its rows come from all of them. So what comes
-back from the loss is divided by the number of ranks where it reaches an expert, and multiplied again where it leaves.
+An expert's gradient is to be the mean over the ranks, as everybody's is; its rows come from all that send it theirs.
+So what comes back from the loss is divided by their number where it reaches an expert, and multiplied again where it
+leaves.
 
 Note [nobody stays away]: autograd must come to both exchanges on every rank, also where no row was sent or came,
 or where nothing before the layer is trained; else the others would wait. An anchor that requires gradients makes it
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import UnsupportedError
+from ebbtide.layout import expert_sets
 from ebbtide.run.mixtures import Layer
 from ebbtide.run.sharing import Sharing
 
@@ -83,8 +86,13 @@ class Dispatcher:
         """`lock`: whoever holds it may move chunks."""
         self.layer = layer
         self._number, self._sharing, self._ranks, self._lock = number, sharing, sharing.ranks, lock
-        local = layer.bank.count // self._ranks.size
-        self.here = range(self._ranks.rank * local, (self._ranks.rank + 1) * local)
+        self._shares = expert_sets(layer.bank.count, self._ranks.size)
+        """Sets of experts, each on as many ranks in a row."""
+        alike, local = self._ranks.size // self._shares, layer.bank.count // self._shares
+        mine, place = divmod(self._ranks.rank, alike)
+        self.here = range(mine * local, (mine + 1) * local)
+        self._row = list(range(place, self._ranks.size, alike))
+        """The ranks that tokens go to and come from, one for each set."""
         self.load = [0] * layer.bank.count
         """By expert: rows of all ranks that it was given since the beginning."""
         self.dropped = 0
@@ -109,22 +117,30 @@ class Dispatcher:
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
         came = self._loads(torch.bincount(flat[order], minlength=layer.bank.count), len(flat))
-        out = came.view(self._ranks.size, self._ranks.size, len(self.here)).sum(2)
-        way = _Way(out[self._ranks.rank].tolist(), out[:, self._ranks.rank].tolist())
+        out = came.view(self._ranks.size, self._shares, len(self.here)).sum(2)
+        mine = self.here.start // len(self.here)
+        way = _Way(self._along(out[self._ranks.rank].tolist()), self._along(out[self._row, mine].tolist()))
         anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        size = float(self._ranks.size)
+        size = float(self._shares)
         # Each index once, so that gradients are added in one order.
         every = rows.unsqueeze(1).expand(-1, choices, -1).reshape(len(flat), rows.shape[1])
         arrived = _Exchange.apply(every.index_select(0, order), anchor, partial(self._go, THERE), way, size)
-        made = self._run(arrived, came[:, self.here.start : self.here.stop])
+        made = self._run(arrived, came[self._row, self.here.start : self.here.stop])
         answers = _Exchange.apply(made, anchor, partial(self._go, BACK), way.back, 1.0 / size)
         placed = answers.new_zeros(len(flat), answers.shape[1]).index_copy(0, order, answers)
         weighed = placed.view(*chosen.shape, rows.shape[1]) * weights.unsqueeze(-1)
         return weighed.to(rows.dtype).sum(1)
 
+    def _along(self, counts: Sequence[int]) -> list[int]:
+        """By rank, where only those of the row have any."""
+        found = [0] * self._ranks.size
+        for rank, count in zip(self._row, counts, strict=True):
+            found[rank] = count
+        return found
+
     def _run(self, rows: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-        """`came`: (rank, expert that is here), in the order of the rows."""
-        experts = torch.tensor(list(self.here)).repeat(self._ranks.size).repeat_interleave(came.reshape(-1))
+        """`came`: (rank of the row, expert that is here), in the order of the rows."""
+        experts = torch.tensor(list(self.here)).repeat(len(came)).repeat_interleave(came.reshape(-1))
         if not len(rows):
             return _Tie.apply(torch.zeros_like(rows), rows)
         made = self.layer.adapter.run(self.layer.module, rows, experts.to(rows.device), self.here)

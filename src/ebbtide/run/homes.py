@@ -113,14 +113,16 @@ class Homes:
         """Brings optimizer state to the plan's homes."""
         executor, homes = self._executor, self.homes
         moving = [index for index, home in enumerate(plan.homes) if home != homes[index]]
-        if self._updates.lock_free is not None and moving:
+        restaged = any("ssd" in (homes[index], plan.homes[index]) for index in moving)
+        restaged |= self._streaming.kept != plan.host.kept
+        # A plan before this one may have failed half-way, for want of room.
+        restaged |= executor.updater.state is None and "ssd" in plan.homes
+        if self._updates.lock_free is not None and (moving or restaged):
             self._updates.lock_free.open([])
         executor.updater.flush()
         executor.course.plan = None
         if executor.room.activations is not None:
             executor.room.activations.foresee(plan.away)
-        restaged = any("ssd" in (homes[index], plan.homes[index]) for index in moving)
-        restaged |= self._streaming.kept != plan.host.kept
         if restaged:
             self._streaming.put_back()
         leaving = [index for index in moving if plan.homes[index] != "device"]

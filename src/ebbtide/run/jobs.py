@@ -7,12 +7,14 @@ invisible: it can be late, never seen half-done.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ebbtide.backend import Event, Stream
+from ebbtide.backend.cpu import CopyEvent
 from ebbtide.errors import StateError
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.stream import StateStream
@@ -49,7 +51,8 @@ class Job:
         self._work: Callable[[], None] | None = work
         self._finish = finish
         self._failed = failed
-        self._event: Event | None = None
+        self._event: CopyEvent | None = None
+        self.index = chunks[0].index
         for chunk in chunks:
             if chunk.work is not None:
                 raise StateError(f"{chunk} is already being updated")
@@ -64,8 +67,19 @@ class Job:
             event.synchronize()
         work()
 
-    def start(self, stream: Stream) -> None:
-        self._event = stream.submit(self.run)
+    def hand_over(self) -> None:
+        """Another thread will carry it out."""
+        self._event = CopyEvent()
+
+    def carry_out(self) -> None:
+        """On that thread. What it raises, whoever settles the job hears."""
+        assert self._event is not None
+        error: BaseException | None = None
+        try:
+            self.run()
+        except BaseException as caught:
+            error = caught
+        self._event.set(error)
 
     def done(self) -> bool:
         return self._event is None or self._event.done()
@@ -98,7 +112,11 @@ class Job:
 
 
 class Updater:
-    """Runs jobs one after the other: on a thread of its own, or at once."""
+    """Runs jobs one after the other: on a thread of its own, or at once.
+
+    What is left at the end of a backward pass that updates is done in the order in which the next forward pass wants it:
+    the first layers come last in backward, and first in forward.
+    """
 
     def __init__(self, background: bool) -> None:
         self.background = background
@@ -107,6 +125,12 @@ class Updater:
         self.state: StateStream | None = None
         """Where state comes from that is on SSD."""
         self._pending: deque[Job] = deque()
+        """In the order in which they are done."""
+        self._waiting: deque[Job] = deque()
+        """Of these, those that nobody has begun; the thread takes the first."""
+        self._lock = threading.RLock()
+        self._to_reorder = False
+        """As soon as the stream of state can be told."""
         self._stream: Stream | None = None
 
     def submit(
@@ -124,11 +148,48 @@ class Updater:
         if self._stream is None:
             self._stream = Stream("ebbtide-updates")
             weakref.finalize(self, self._stream.close)
+        # Whatever interrupts this, what is pending is carried out: else whoever waits for it would wait for ever.
+        with self._lock:
+            job.hand_over()
+            self._waiting.append(job)
         self._pending.append(job)
-        job.start(self._stream)
+        self._stream.submit(self._work_off)
+
+    def _wake(self) -> None:
+        """Where `submit` was interrupted, the thread does not know of its job yet."""
+        if self._waiting and self._stream is not None:
+            self._stream.submit(self._work_off)
+
+    def _work_off(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+            job.carry_out()
+
+    def reorder(self) -> None:
+        """What has not begun is done in the order of the chunks, but for what has been read ahead."""
+        with self._lock:
+            self._to_reorder = False
+            if len(self._waiting) < 2:
+                return
+            waiting = {id(job) for job in self._waiting}
+            begun = [job for job in self._pending if id(job) not in waiting]
+            under_way = [job.index for job in begun if not job.settled and not job.done()]
+            chunks = [job.index for job in self._waiting]
+            order = sorted(chunks) if self.state is None else self.state.detour(under_way, chunks)
+            if order is None:
+                self._to_reorder = True
+                return
+            place = {index: number for number, index in enumerate(order)}
+            self._waiting = deque(sorted(self._waiting, key=lambda job: place[job.index]))
+            self._pending = deque([*begun, *self._waiting])
 
     def collect(self) -> None:
         """Settles what is over, and keeps state coming."""
+        if self._to_reorder:
+            self.reorder()
         if self.state is not None:
             self.state.advance()
         while self._pending and (self._pending[0].settled or self._pending[0].done()):
@@ -136,6 +197,7 @@ class Updater:
 
     def settle_oldest(self) -> bool:
         """Waits for one job; False where none is pending."""
+        self._wake()
         while self._pending:
             job = self._pending.popleft()
             if not job.settled:
@@ -152,6 +214,7 @@ class Updater:
 
     def drop(self) -> None:
         """Lets everything end, whatever comes of it; `failed` says that."""
+        self._wake()
         while self._pending:
             with suppress(Exception):
                 self._pending.popleft().settle()

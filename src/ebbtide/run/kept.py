@@ -15,11 +15,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ebbtide.backend.slabs import users
 from ebbtide.memory.ledger import Ledger
-
-
-def _users(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class KeptGradients:
@@ -35,7 +32,7 @@ class KeptGradients:
         self._lent: dict[int, torch.Tensor] = {}
         """By storage."""
         self._storages: set[int] = set()
-        self._alone = _users(torch.empty(1))
+        self._alone = users(torch.empty(1))
         weakref.finalize(self, _give_up, ledger, self._tensors, self._lent)
 
     def __contains__(self, member: int) -> bool:
@@ -61,7 +58,7 @@ class KeptGradients:
             gradient.dtype == dtype
             and tuple(gradient.stride()) == stride
             and gradient.untyped_storage().nbytes() == nbytes
-            and _users(gradient) == self._alone
+            and users(gradient) == self._alone
         )
         if not as_it_is:
             gradient = torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device).copy_(gradient)

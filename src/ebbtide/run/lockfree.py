@@ -227,12 +227,12 @@ class LockFree:
         self._next = (self._order.index(index) + 1) % len(self._order)
         self.chunks.open_states(index)
         values = self.buffers.take(VALUES, chunk, chunk.dtype)
-        if self.data.master != "separate" or self.data.master_dtype(index) is None:
-            # Else the master says it all.
+        if not self._all_from_master(index, waiting):
             self.data.notice_writes(index)
             if chunk.move is not None or not chunk.valid_on(self.near):
                 self._bring(chunk)
             self._copy(values, chunk)
+        progress.writes = self.data.writes[index]
         parts = self._parts(waiting)
         on_ssd = self.chunks.homes[index] == "ssd"
         run = self.chunks.stream if on_ssd else self.chunks.run
@@ -250,6 +250,12 @@ class LockFree:
             self._stream = Stream("ebbtide-lock-free")
             weakref.finalize(self, self._stream.close)
         self._turns.append(Turn(index, waiting, values, self._stream.submit(work)))
+
+    def _all_from_master(self, index: int, waiting: Waiting) -> bool:
+        """Whether an update makes every value that is here anew, from masters that are whole."""
+        if self.data.master != "separate" or self.data.master_dtype(index) is None:
+            return False
+        return all(m in waiting.steps for m in self.data.members[index] if self.data.shares[m].numel)
 
     def _copy(self, target: Chunk, source: Chunk) -> None:
         used = self.data.store.used(target.index)
@@ -293,11 +299,13 @@ class LockFree:
         progress, chunk = self.progress[index], self.data.parameter_chunk(index)
         values = progress.values
         assert values is not None
-        if self.data.written(index):
+        if self.data.written(index) or self.data.writes[index] != progress.writes:
+            progress.writes = self.data.writes[index]
+            self.data.forget_writes(index)  # said once: who goes on has the update
             names = ", ".join(self.data.names[m] for m in self.data.members[index])
             raise StateError(
-                f"one of {names} was written in place while a lock-free update was under way, so the write would be "
-                "lost; write through engine.weights(name, write=True)"
+                f"one of {names} was written in place while a lock-free update was under way, so the write is lost; "
+                "write through engine.weights(name, write=True)"
             )
         progress.values = None
         if self.near == "device" and not self.store.in_use(chunk):

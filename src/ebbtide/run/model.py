@@ -20,6 +20,7 @@ from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunk import TORCH_DTYPES, Chunk, Slices, cut
 from ebbtide.memory.chunks import ChunkStore
+from ebbtide.memory.glance import peek, poke
 from ebbtide.memory.parts import Split, part_of, split_of
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import replace as replace_parameter
@@ -128,6 +129,8 @@ class ModelData:
         self.written_on_ssd: Callable[[int], None] = lambda index: None
         """Told of chunks whose copies on SSD were written by name."""
         self._versions: list[int | None] = [None] * len(layout.chunks)
+        self.writes = [0] * len(layout.chunks)
+        """By chunk: how often writes in place by the user were noticed."""
         self._bound = [
             sorted((v.offset, p) for p in group if (v := self.views[p]) is not None) for group in self.members
         ]
@@ -147,12 +150,14 @@ class ModelData:
 
     def gathered(self, index: int) -> bool:
         """Whether ranks that compute with the chunk gather it; else each has what it computes with."""
-        return self.store.slicing.shared and index not in self.layout.spread
+        return self.store.crew(index) > 1
 
     def _view(self, member: int) -> Place | None:
-        place, share = self.places[member], self.shares[member]
-        if not self.store.slicing.shared or place.chunk not in self.layout.spread:
+        place = self.places[member]
+        if place.chunk not in self.layout.spread:
             return place
+        crew = self.store.slicing.crew(self.store.crew(place.chunk))
+        share = crew.share(place.offset, place.numel, self.layout.chunks[place.chunk].size)
         if not share.numel:
             return None
         shape = place.shape
@@ -221,10 +226,16 @@ class ModelData:
         """A write in place by the user makes the device copy the newest one."""
         if self.written(index):
             self._versions[index] = self._version(index)
+            self.writes[index] += 1
             if self.gathered(index):
                 self.adopt(index)
             else:
                 self.store.written(self.computed(index), "device")
+
+    def forget_writes(self, index: int) -> None:
+        """What the user has written in place is overwritten, and he has been told."""
+        if self.bound[index]:
+            self._versions[index] = self._version(index)
 
     def _refuse_lost_writes(self, index: int) -> None:
         known = self._versions[index]
@@ -333,7 +344,7 @@ class ModelData:
                 if piece is not value_there:
                     piece.copy_(value_there)
         for chunk, flat in changed.items():
-            self.store.poke(chunk, offset, flat)
+            poke(self.store, chunk, offset, flat)
         for chunk, tier in copies:
             self.store.written(chunk, tier)
         if changed:
@@ -356,7 +367,7 @@ class ModelData:
             return
         offset = share.offset + first - share.first
         parts: list[Slices] = [
-            [(0, self.store.peek(chunk, offset, count))]
+            [(0, peek(self.store, chunk, offset, count))]
             if tier == "ssd"
             else list(chunk.slices(tier, offset, count))
             for chunk, tier in self._copies(member)

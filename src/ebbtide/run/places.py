@@ -141,7 +141,7 @@ class Places:
         """The user has written to a gathered chunk: this rank's slice of it is what counts."""
         whole, param = self.data.computed(index), self.data.parameter_chunk(index)
         with self.placed(param, "device"):
-            first = self.store.slicing.rank * param.size
+            first = self.store.slicing.rank % self.store.crew(index) * param.size
             param.view().copy_(whole.view()[first : first + param.size])
             self.store.written(param, "device")
 

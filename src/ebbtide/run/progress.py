@@ -45,6 +45,8 @@ class Progress:
     running: bool = False
     values: Chunk | None = None
     """New ones that the computation has not taken over."""
+    writes: int = 0
+    """The user's writes in place that they, or those that are being made, know of."""
     produced: int = 0
     applied: int = 0
     dropped: int = 0

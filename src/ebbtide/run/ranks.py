@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ebbtide.backend import Event, Stream
 from ebbtide.errors import ConfigError, RanksError, StateError
 from ebbtide.memory.passage import alias
 from ebbtide.run.wishes import Wish
@@ -30,32 +29,14 @@ ROLL_CALL = 5.0
 """Seconds that others have to say that they are there."""
 
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Newer releases of torch know it by another name, and warn of the old one."""
 
 
-def _lent(memory: torch.Tensor) -> torch.Tensor:
+def lent(memory: torch.Tensor) -> torch.Tensor:
     """What a collective is given: on a CPU its thread holds the tensors a moment longer than its end, and use counts say
     who may be evicted. Whoever starts it keeps the memory."""
     return alias(memory.view(torch.uint8)) if memory.is_cpu else memory
-
-
-class Pending:
-    """A collective under way."""
-
-    __slots__ = ("_ranks", "_work")
-
-    def __init__(self, work: Any, ranks: Ranks) -> None:
-        self._work, self._ranks = work, ranks
-
-    def wait(self) -> None:
-        with self._ranks.naming():
-            self._ranks.wait(self._work)
-
-    synchronize = wait
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
 
 
 class Saying:
@@ -119,7 +100,7 @@ class Ranks:
         with self.naming(), _disable_current_modes():
             here = torch.tensor(mine, dtype=torch.int64)
             found = torch.empty(self.size * len(mine), dtype=torch.int64)
-            work = _all_gather(found, here, self.control, async_op=True)
+            work = all_gather(found, here, self.control, async_op=True)
         return Saying(work, self, here, found)
 
     def objects(self, mine: Any) -> list[Any]:
@@ -144,7 +125,7 @@ class Ranks:
         """Numbers of each rank, which are on the host: (rank, number)."""
         found = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
         with self.naming():
-            _all_gather(found, mine, self.control)
+            all_gather(found, mine, self.control)
         self.sent += (self.size - 1) * mine.nbytes
         return found.view(self.size, -1)
 
@@ -155,30 +136,6 @@ class Ranks:
 
     # -- moving ---------------------------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Pending:
-        """Starts filling `whole` with the slices of all ranks."""
-        self.sent += (self.size - 1) * mine.nbytes
-        with self.naming(), _disable_current_modes():
-            return Pending(_all_gather(_lent(whole), _lent(mine), self.group, async_op=True), self)
-
-    def pass_on(self, whole: torch.Tensor | None, mine: torch.Tensor, wanting: Sequence[int]) -> None:
-        """The same where only some ranks want it; the others have no `whole`."""
-        if whole is not None:
-            self._part(whole, self.rank).copy_(mine)
-        with self.naming(), _disable_current_modes():
-            there, here = None if whole is None else _lent(whole), _lent(mine)
-            moves = []
-            for rank in range(self.size):
-                if rank == self.rank:
-                    continue
-                if there is not None:
-                    moves.append(self._p2p(dist.irecv, self._part(there, rank), rank))
-                if rank in wanting:
-                    moves.append(self._p2p(dist.isend, here, rank))
-                    self.sent += mine.nbytes
-            for work in dist.batch_isend_irecv(moves) if moves else ():
-                self.wait(work)
-
     def wait(self, work: Any) -> None:
         """On a CPU not longer than the group's timeout: some of gloo's operations know none, and wait for ever where a
         link is cut without a word. On a machine with GPUs that is the watchdog's."""
@@ -186,13 +143,6 @@ class Ranks:
             work.wait()
         else:
             work.wait(self.timeout)
-
-    def _p2p(self, deed: Any, memory: torch.Tensor, rank: int) -> Any:
-        return dist.P2POp(deed, memory, group=self.group, group_peer=rank)
-
-    def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        each = whole.numel() // self.size
-        return whole[rank * each : (rank + 1) * each]
 
     def swap(
         self, received: torch.Tensor, rows: torch.Tensor, came: Sequence[int], sent: Sequence[int]
@@ -205,9 +155,7 @@ class Ranks:
         with self.naming(), _disable_current_modes():
             there, here = (one.reshape(-1).view(torch.uint8) for one in (received, rows))
             into, out = ([width * count for count in counts] for counts in (came, sent))
-            work = dist.all_to_all_single(
-                _lent(there), _lent(here), into, out, group=self.group, async_op=True
-            )
+            work = dist.all_to_all_single(lent(there), lent(here), into, out, group=self.group, async_op=True)
             self.wait(work)
         return count
 
@@ -220,33 +168,6 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise lost(self.rank, self.size, error) from error
-
-
-class Exchanges:
-    """Exchanges of gradients, which a thread starts: one for all engines of the same members, so that they start in the
-    order in which they were asked for. The group is our own: the user's has the user's collectives, at any place of a
-    pass."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        key = _members(ranks.group)
-        if key not in _crossings:
-            backend = dist.get_backend_config(ranks.group)
-            made = _new_group(key[1:], backend=backend, timeout=ranks.timeout)
-            _crossings[key] = made, Stream("ebbtide-exchange")
-        self._group, self._stream = _crossings[key]
-
-    def submit(self, job: Callable[[], None]) -> Event:
-        """On the thread."""
-        return self._stream.submit(job)
-
-    def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Pending:
-        """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""
-        ranks = self._ranks
-        ranks.sent += whole.nbytes // ranks.size * (ranks.size - 1)
-        with ranks.naming(), _disable_current_modes():
-            work = dist.all_to_all_single(_lent(received), _lent(whole), group=self._group, async_op=True)
-            return Pending(work, ranks)
 
 
 def lost(rank: int, size: int, error: RuntimeError) -> RanksError:
@@ -302,29 +223,47 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 _controls: dict[tuple[int, ...], list[Any]] = {}
 """By the members of a group: one of their own for what they agree on, and the engines that they have had."""
-_crossings: dict[tuple[int, ...], tuple[Any, Stream]] = {}
-"""By members: a group of their own for exchanges, and the thread that starts them."""
 
 
 def _control_of(group: dist.ProcessGroup | None) -> tuple[Any, int]:
     """A group that needs no GPU and carries no data, and the number of the engine that asks."""
-    key = _members(group)
+    key = members_of(group)
     if key not in _controls:
-        _controls[key] = [_new_group(key[1:], backend="gloo"), 0]
+        # Whoever is late for a word may be evaluating, or writing a large file: half an hour at least.
+        patience = max(_timeout_of(group) or timedelta(), dist.default_pg_timeout)
+        _controls[key] = [new_group(key[1:], backend="gloo", timeout=patience), 0]
     _controls[key][1] += 1
     return _controls[key][0], _controls[key][1]
 
 
-def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Of this world."""
     return (id(dist.group.WORLD), *dist.get_process_group_ranks(group))
 
 
-def _new_group(members: Sequence[int], **options: Any) -> Any:
+def new_group(members: Sequence[int], **options: Any) -> Any:
     """With the ranks that the members have in the user's group."""
+    _know_as_many(members)
     if list(members) != sorted(members):
         options["sort_ranks"] = False
     return dist.new_group(list(members), use_local_synchronization=True, **options)
+
+
+_rounds: dict[tuple[int, ...], int] = {}
+
+
+def _know_as_many(members: Sequence[int]) -> None:
+    """A group that only its members make is named by how many groups a process knows of, and they wait for each other
+    under that name. Where some have been in more groups of the user's, the others make some of their own."""
+    world = dist.distributed_c10d._world
+    key = tuple(members)
+    _rounds[key] = _rounds.get(key, 0) + 1  # another world may find what this one left in the store
+    store, here = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    place = f"ebbtide/groups/{'-'.join(map(str, members))}/{_rounds[key]}"
+    store.set(f"{place}/{here}", str(len(world.pg_names)))
+    most = max(int(store.get(f"{place}/{member}")) for member in members)
+    while len(world.pg_names) < most:
+        dist.new_group([here], backend="gloo", use_local_synchronization=True)
 
 
 def open_ranks(group: dist.ProcessGroup | None) -> Ranks | None:

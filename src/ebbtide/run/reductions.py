@@ -5,8 +5,9 @@ have, and goes on; a thread hears what the others say, and starts the exchange w
 chunk waits for the end of the pass. What came is *summed* into the slice when the next reduction begins, when ranks
 agree on something else, or as soon as the room of the whole is wanted.
 
-Note [order]: exchanges have a process group of their own, and one thread starts them all, in the order in which they
-were asked for; before its next collective a rank waits until the exchange has started. While the pass goes on nobody
+Note [order]: exchanges of a crew have a process group and a thread of their own, which starts them in the order in which
+they were asked for; before its next collective a rank waits until the exchange has started, and before its next exchange
+until this one is over, so there is never a second one, of this crew or another. While the pass goes on nobody
 waits for what another rank has still to come to, only for what it must have come to before: so user code that talks to
 other ranks in between cannot make two of them wait for each other.
 
@@ -16,7 +17,7 @@ Note [at once]: updates in backward follow from a sum, and ask all ranks somethi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -26,9 +27,9 @@ from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import GATHERED, WIRE, Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD
+from ebbtide.run.crews import Crew, Exchanges, Pending
 from ebbtide.run.model import ModelData
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import Exchanges, Pending, Ranks
 
 TAG = "exchange"
 
@@ -67,9 +68,16 @@ class _Exchange:
     """One chunk's gradients on their way. It has the whole and the slice to itself meanwhile."""
 
     def __init__(
-        self, index: int, arrived: Sequence[bool], whole: Chunk, grad: Chunk, memory: torch.Tensor
+        self,
+        index: int,
+        arrived: Sequence[bool],
+        whole: Chunk,
+        grad: Chunk,
+        memory: torch.Tensor,
+        crew: Crew,
     ) -> None:
         self.index, self.arrived, self.whole, self.memory = index, arrived, whole, memory
+        self.crew = crew
         self.begun: Event | None = None
         """When it is known whether it has started."""
         self.work: Pending | None = None
@@ -110,11 +118,12 @@ class _Exchange:
 
 class Reductions:
     def __init__(
-        self, data: ModelData, places: Places, ranks: Ranks, kernels: Kernels, at_once: bool
+        self, data: ModelData, places: Places, crews: Mapping[int, Crew], kernels: Kernels, at_once: bool
     ) -> None:
-        """`kernels`: the device's. `at_once`: what follows from a sum cannot wait, see Note [at once]."""
+        """`crews`: by size. `kernels`: the device's. `at_once`: what follows from a sum cannot wait (Note [at once])."""
         self._data, self._store, self._places, self._kernels = data, data.store, places, kernels
-        self._ranks, self._exchanges = ranks, Exchanges(ranks)
+        self._crews, self._ranks = crews, crews[data.store.slicing.ranks].ranks
+        self._exchanges = {size: Exchanges(crew) for size, crew in crews.items()}
         self._at_once = at_once
         self.received = Received(data.store)
         self._current: _Exchange | None = None
@@ -122,6 +131,8 @@ class Reductions:
         """Chunks that are reduced at the end of the pass, where some rank has gradients."""
         self.arrived: Callable[[int], list[bool]] = lambda index: []
         """By member of a chunk, whether it has a gradient here in this pass."""
+        self.claimed: Callable[[int], list[bool]] = lambda index: []
+        """The same of a chunk that has all it is to have; of experts that other ranks have, that they say so."""
         self.refused: Callable[[], None] = lambda: None
         """Some rank was not ready for what was announced."""
         self.summed: Callable[[int, Sequence[bool], Chunk], None] = lambda index, arrived, grad: None
@@ -138,7 +149,7 @@ class Reductions:
         """Tells the others that this rank has all of a promised chunk's gradients, or that it has not."""
         try:
             self.finish()
-            made = self._prepare(index, self.arrived(index)) if ready else None
+            made = self._prepare(index, self.claimed(index)) if ready else None
         except BaseException:
             self._say_no(index)
             raise
@@ -152,6 +163,13 @@ class Reductions:
         self.finish()
         self._begin(self._prepare(index, arrived), lambda: True)
 
+    def end(self, index: int, arrived: Sequence[bool]) -> None:
+        """The same, at the end of a pass. Where no rank of the crew has anything, it is for others."""
+        if self._concerns_us(index, arrived):
+            self.start(index, arrived)
+        else:
+            self.summed(index, arrived, self._store.get(GRAD, index))
+
     def hear(self) -> None:
         """Waits until it is known whether what began last is exchanged, or has to wait."""
         current = self._current
@@ -162,10 +180,13 @@ class Reductions:
         current.begun = None
         if current.work is None:
             self._let_go()
+            if current.dropped:
+                self._store.free(current.whole)  # the pass that it was for is over
             if failed is None:
                 self._refuse(current.index)
         else:
-            count = current.whole.nbytes // self._ranks.size * (self._ranks.size - 1)
+            size = current.crew.size
+            count = current.whole.nbytes // size * (size - 1)
             self._store.traffic.moved[WIRE] += count
         if failed is not None:
             raise failed
@@ -185,7 +206,7 @@ class Reductions:
         if not current.dropped:
             grad = self._store.get(GRAD, current.index)
             with self._places.room.together([grad]):
-                self._sum(grad, current.memory)
+                self._sum(grad, current.memory, current.crew.size)
             self.summed(current.index, current.arrived, grad)
         return True
 
@@ -200,7 +221,7 @@ class Reductions:
         self.waiting.clear()
 
     def _begin(self, made: _Exchange, all_ready: Callable[[], bool]) -> None:
-        backend, exchanges = self._store.backend, self._exchanges
+        backend, exchanges = self._store.backend, self._exchanges[made.crew.size]
         mark, whole, memory = backend.mark(), made.whole.device, made.memory
         assert whole is not None
 
@@ -223,7 +244,7 @@ class Reductions:
         def hear() -> None:
             heard()
 
-        self._exchanges.submit(hear)
+        self._exchanges[self._store.crew(index)].submit(hear)
         self._refuse(index)
 
     def _refuse(self, index: int) -> None:
@@ -245,26 +266,35 @@ class Reductions:
             self._store.allocate(whole, "device")
         here = zip(self._data.members[index], self.arrived(index), strict=True)
         self._clear(whole, [member for member, has in here if not has])
-        made = _Exchange(index, arrived, whole, grad, self.received.take(whole.nbytes))
+        memory = self.received.take(whole.nbytes)
+        made = _Exchange(index, arrived, whole, grad, memory, self._crews[self._store.crew(index)])
         self.received.filling = made
         return made
 
     def _clear(self, whole: Chunk, members: Sequence[int]) -> None:
         view = whole.view()
         for member in members:
-            place = self._data.places[member]
-            view[place.offset : place.offset + place.numel].zero_()
+            place = self._data.views[member]
+            if place is not None:
+                view[place.offset : place.offset + place.numel].zero_()
 
-    def _sum(self, grad: Chunk, memory: torch.Tensor) -> None:
+    def _concerns_us(self, index: int, arrived: Sequence[bool]) -> bool:
+        """Whether some rank has a gradient of what this crew has."""
+        members = zip(self._data.members[index], arrived, strict=True)
+        return any(has and self._data.views[member] is not None for member, has in members)
+
+    def _sum(self, grad: Chunk, memory: torch.Tensor, size: int) -> None:
         """The mean over the ranks, into the slice of the gradients or added to what is there."""
         received = memory.view(grad.dtype)
+        if grad.work is not None:
+            grad.work.settle()  # the last step's gradients are being added to those that wait for an update
         first = grad.free
         if first:
             self._places.room.make_for(grad, "device")
             self._store.allocate(grad, "device")
         self._places.hold(grad)
         try:
-            view, scale = grad.view(), 1.0 / self._ranks.size
+            view, scale = grad.view(), 1.0 / size
             if first:
                 self._kernels.sum_ranks(view, received, scale)
             else:

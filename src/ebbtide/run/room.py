@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
@@ -27,6 +28,8 @@ class Room:
         self.end_exchange: Callable[[], bool] = lambda: False
         """Ends an exchange of gradients between ranks, which keeps a whole chunk on the device that no plan counts with;
         whether there was one."""
+        self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Ends a checkpoint that is written from a copy, which no plan counts with."""
         self._course, self._updater, self._eviction = course, updater, eviction
         self._leaving = may_leave(not (self.ledger.budgets["host"] or self.ledger.budgets["ssd"]))
         self._guarded: set[Chunk] = set()
@@ -117,7 +120,7 @@ class Room:
         # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
         late = self._course.on_track and self.store.near == "device"
         first = ("exchange", "leaving", "updates") if late else ("exchange", "leaving")
-        for attempt in (*first, "evict", "updates", "arriving", "evict"):
+        for attempt in (*first, "evict", "updates", "arriving", "evict", "saving"):
             for peer in (*others, self):
                 short = needed - self.ledger.room("device")
                 if short <= 0:
@@ -142,9 +145,13 @@ class Room:
 
     def give(self, attempt: str, short: int) -> None:
         """Gives up device memory until `short` bytes more are free: by ending what ranks exchange, by ending evictions
-        under way, by evicting, by ending updates, or by ending fetches so that those can be evicted, too."""
+        under way, by evicting, by ending updates, by ending fetches so that those can be evicted, too, or by waiting for
+        a checkpoint's copy."""
         if attempt == "exchange":
             self.end_exchange()
+            return
+        if attempt == "saving":
+            self._end_saving()
             return
         target = self.ledger.room("device") + short
         if attempt == "evict":
@@ -218,6 +225,13 @@ class Room:
             while attempt == "updates" and needed > self.ledger.room("host"):
                 if not self._updater.settle_oldest():
                     break
+        if needed > self.ledger.room("host"):
+            self._end_saving()
+
+    def _end_saving(self) -> None:
+        end = self.saving() if self.saving is not None else None
+        if end is not None:
+            end()
 
     def _host_copies(self) -> list[Chunk]:
         """Of parameters, and left alone."""

@@ -266,13 +266,14 @@ class Session:
         self.executor.begin(plan, self.recording.recorder, offset)
 
     def _notice_unfrozen(self) -> None:
-        """Chunks whose first parameter has come to require gradients get master, moments and gradient."""
+        """Chunks whose first parameter has come to require gradients are trained from now on."""
+        self.wake([m for m, parameter in enumerate(self.data.parameters) if parameter.requires_grad])
+
+    def wake(self, members: Sequence[int]) -> None:
+        """The chunks of these parameters get master, moments and gradient, where they have none. Ranks that share chunks
+        call it together."""
         data, updates = self.data, self.updates
-        woken = [
-            index
-            for index, members in enumerate(data.members)
-            if not data.trained[index] and any(data.parameters[m].requires_grad for m in members)
-        ]
+        woken = sorted({index for m in members if not data.trained[index := data.places[m].chunk]})
         for index in woken:
             data.trained[index] = True
             updates.add_chunk(index)

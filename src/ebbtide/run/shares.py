@@ -40,7 +40,8 @@ class SharedGradients:
             m for m, place in enumerate(self._data.places) if not self._data.gathered(place.chunk)
         ]
         self.everywhere: set[int] = set()
-        """Of experts' parameters, those that have a gradient on some rank."""
+        """Of experts' parameters, those that have a gradient on some rank; of those that this rank has a part of, where
+        nothing is reduced."""
         self._sums: dict[int, float] | None = None
         self._wanted: dict[int, int] = {}
         """By parameter: how often a gradient comes in a pass, where that is more than once."""
@@ -48,6 +49,7 @@ class SharedGradients:
         self._backwards = 1
         reductions = sharing.reductions
         reductions.arrived = lambda index: [member in self._passed for member in self._data.members[index]]
+        reductions.claimed = self._claimed
         reductions.summed = self._summed
         self._given: set[int] = set()
         """Chunks whose gradients this rank has given to be reduced in this pass."""
@@ -63,12 +65,20 @@ class SharedGradients:
         if chunk.free:
             self._executor.room.make_for(chunk, "device")
             self._store.allocate(chunk, "device")
-        view = chunk.view().as_strided(place.shape, place.stride, place.offset)
+        seen = self._data.views[member]
+        assert seen is not None
+        view = chunk.view().as_strided(seen.shape, seen.stride, seen.offset)
         self._kernels.capture(view, gradient, member in self._passed)
         self._passed[member] = self._passed.get(member, 0) + 1
         if all(self._passed.get(m, 0) >= self._times(m) for m in self._updates.expected(place.chunk)):
             self._given.add(place.chunk)
             self._sharing.complete(place.chunk)
+
+    def _claimed(self, index: int) -> list[bool]:
+        """Experts that other ranks have are as complete as this rank's: where one is not, its marks are others."""
+        expected = self._updates.expected_anywhere(index)
+        views, members = self._data.views, self._data.members[index]
+        return [m in self._passed if views[m] is not None else m in expected for m in members]
 
     def _one_more(self, member: int) -> None:
         """A gradient of a chunk that had all that were expected; decided by what all ranks know alike."""
@@ -146,6 +156,9 @@ class SharedGradients:
         for member, has in zip(members, arrived, strict=True):
             self._passed.pop(member, None)
             if not has:
+                continue
+            if self._data.views[member] is None:
+                self.everywhere.add(member)
                 continue
             updates.arrived[member] += 1
             self._measure(member, grad)

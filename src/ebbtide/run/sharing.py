@@ -26,9 +26,10 @@ from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import WIRE, Chunk
 from ebbtide.plan.shape import WHOLE
 from ebbtide.run.ahead import Ahead
+from ebbtide.run.crews import Crew, Pending
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.places import Places
-from ebbtide.run.ranks import Pending, Ranks
+from ebbtide.run.ranks import Ranks
 from ebbtide.run.reductions import Reductions
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.wishes import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
@@ -72,7 +73,8 @@ class Sharing:
         self._round = 0
         self._ahead = Ahead()
         self._any_waits = False
-        self.reductions = Reductions(data, places, ranks, kernels, in_backward)
+        self._crews = {size: Crew(ranks, size) for size in _crew_sizes(data, ranks)}
+        self.reductions = Reductions(data, places, self._crews, kernels, in_backward)
         self.reductions.refused = self._ahead.refused
         self.close = weakref.finalize(self, self.reductions.received.close)
 
@@ -93,7 +95,7 @@ class Sharing:
     def complete(self, index: int) -> None:
         """A chunk has all the gradients that it will get in this pass."""
         reductions = self.reductions
-        marks = zlib.crc32(bytes(reductions.arrived(index)))
+        marks = zlib.crc32(bytes(reductions.claimed(index)))
         wish = Wish(REDUCE, index, self._round, marks)
         while True:
             reductions.hear()
@@ -115,7 +117,7 @@ class Sharing:
             wish = Wish(END, len(mine), self._round)
         everywhere = self.ranks.objects(mine) if self._any_waits else []
         for index in sorted(set().union(*everywhere)):
-            self.reductions.start(index, self._some(index))
+            self.reductions.end(index, self._some(index))
         self.reductions.finish()
         self.reductions.waiting.clear()
 
@@ -165,7 +167,7 @@ class Sharing:
             self._any_waits = any(one.subject for one in wishes)
         elif deed == REDUCE:
             same = all(one.check == wish.check for one in wishes)
-            self.reductions.start(subject, self.reductions.arrived(subject) if same else self._some(subject))
+            self.reductions.start(subject, self.reductions.claimed(subject) if same else self._some(subject))
         return served
 
     def _remember(self, wishes: Sequence[Wish], wanting: int) -> None:
@@ -213,30 +215,38 @@ class Sharing:
         self.reductions.finish()  # what came of it is where this goes
         with self._places.placed(source, "device"):
             assert source.device is not None
-            self.ranks.gather(self.reductions.received.take(whole.nbytes), source.device).wait()
-        self._store.traffic.moved[WIRE] += (self.ranks.size - 1) * source.nbytes
+            crew = self._crew(index)
+            crew.gather(self.reductions.received.take(whole.nbytes), source.device).wait()
+        self._store.traffic.moved[WIRE] += (crew.size - 1) * source.nbytes
 
     def _gather(self, index: int, wanting: Sequence[int]) -> None:
+        """`wanting`: of all ranks."""
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
-        ranks, room = self.ranks, self._places.room
+        crew, room = self._crew(index), self._places.room
+        wanting = crew.among(wanting)
+        if not wanting:
+            return
         self._data.notice_writes(index)
         with self._places.placed(source, "device"):
             mine = source.device
             assert mine is not None
-            if ranks.rank not in wanting:
-                ranks.pass_on(None, mine, wanting)
+            if crew.rank not in wanting:
+                crew.pass_on(None, mine, wanting)
                 return
             with room.together([source]):
                 room.make_for(whole, "device")
 
             def start(memory: torch.Tensor) -> tuple[Event, int]:
                 sent = (len(wanting) - 1) * source.nbytes
-                if len(wanting) == ranks.size:
-                    return _Gathering(ranks.gather(memory, mine), source), sent
-                ranks.pass_on(memory, mine, wanting)
+                if len(wanting) == crew.size:
+                    return _Gathering(crew.gather(memory, mine), source), sent
+                crew.pass_on(memory, mine, wanting)
                 return OVER, sent
 
             self._store.gather(whole, start)
+
+    def _crew(self, index: int) -> Crew:
+        return self._crews[self._store.crew(index)]
 
     def _some(self, index: int) -> list[bool]:
         """By member of a chunk, whether some rank has a gradient."""
@@ -293,8 +303,14 @@ class Sharing:
                 tensor.copy_(self.same(tensor.reshape(-1)).view(tensor.shape))
 
     def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The mean gradients of parameters that every rank has."""
+        """Parameters that every rank has get their mean gradients."""
+        for name, mean in self.means(parameters).items():
+            parameters[name].grad = mean
+
+    def means(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """The mean gradients over the ranks, of those that some rank has one of."""
         here = [name for name, parameter in parameters.items() if parameter.grad is not None]
+        found: dict[str, torch.Tensor] = {}
         for name in sorted(set().union(*self.ranks.objects(here))):
             parameter = parameters[name]
             shape, stride = tuple(parameter.shape), parameter.stride()
@@ -302,7 +318,13 @@ class Sharing:
             if parameter.grad is not None:
                 flat = laid_like(parameter.grad, shape, stride, parameter.dtype)
             received = torch.empty(self.ranks.size * flat.numel(), dtype=flat.dtype, device=flat.device)
-            self.ranks.gather(received, flat).wait()
+            self._crews[self.ranks.size].gather(received, flat).wait()
             mean = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)
             self._kernels.sum_ranks(dense(mean), received, 1.0 / self.ranks.size)
-            parameter.grad = mean
+            found[name] = mean
+        return found
+
+
+def _crew_sizes(data: ModelData, ranks: Ranks) -> list[int]:
+    """In the order in which all ranks make their groups."""
+    return sorted({ranks.size, *(size for size in data.layout.spread.values() if size > 1)}, reverse=True)

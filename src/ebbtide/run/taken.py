@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Slices, aligned, cut
+from ebbtide.memory.glance import peek
 from ebbtide.run.model import ModelData
 from ebbtide.run.places import Places
 
@@ -35,7 +36,7 @@ class TakenSpace:
                 copy = list(param.slices(tier, share.offset, share.numel))
                 if home == "ssd":
                     self.store.settle(master)
-                    values: Slices = [(0, self.store.peek(master, share.offset, share.numel))]
+                    values: Slices = [(0, peek(self.store, master, share.offset, share.numel))]
                 else:
                     values = list(master.slices(tier, share.offset, share.numel))
                 for _, (target, source) in cut([copy, values], share.numel):

@@ -40,6 +40,7 @@ class Traces:
         self.offload = offload
         self.count = 0
         self._known: OrderedDict[str, Known] = OrderedDict()
+        self._least: tuple[Record, int] | None = None
 
     def find(self, signature: str) -> Known | None:
         known = self._known.get(signature)
@@ -81,11 +82,13 @@ class Traces:
         return max((known.record.peak for known in self._known.values()), default=-1)
 
     def least_traffic(self, record: Record) -> int:
-        """What no plan for this record could do without."""
-        return least_traffic(self.shape, record, self.settings)
+        """What no plan for this record could do without. Whoever asks after each step asks for the same one."""
+        if self._least is None or self._least[0] is not record:
+            self._least = (record, least_traffic(self.shape, record, self.settings))
+        return self._least[1]
 
     def replan(self, shape: ModelShape) -> None:
         """The model's chunks have changed: every plan is made again."""
-        self.shape = shape
+        self.shape, self._least = shape, None
         for known in self._known.values():
             known.plan = None

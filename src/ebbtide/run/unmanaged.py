@@ -125,6 +125,16 @@ class Unmanaged:
             shape, device = (self.parameters[name].numel(),), self._device(name)
             self.states[name] = tuple(torch.zeros(shape, device=device) for _ in self.rule.states)
 
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """A new value, rounded as an update's is."""
+        parameter, master = self.parameters[name].detach(), self.masters.get(name)
+        if master is None:
+            parameter.copy_(value)
+            return
+        laid = torch.empty_strided(parameter.shape, parameter.stride())
+        master.copy_(dense(laid.copy_(value)))
+        self.kernels_of(name).split(master, dense(parameter), master)
+
     def discard(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -170,13 +170,13 @@ class Updates:
         return self.store.chunks["grad", index]
 
     def expected(self, index: int) -> list[int]:
-        return [
-            m
-            for m in self.data.members[index]
-            if self.steps.group_of[m] >= 0
-            and self.data.parameters[m].requires_grad
-            and self.data.views[m] is not None
-        ]
+        """Members of a chunk whose gradients come here."""
+        return [m for m in self.expected_anywhere(index) if self.data.views[m] is not None]
+
+    def expected_anywhere(self, index: int) -> list[int]:
+        """Those whose gradients come on some rank."""
+        steps, parameters = self.steps, self.data.parameters
+        return [m for m in self.data.members[index] if steps.group_of[m] >= 0 and parameters[m].requires_grad]
 
     # -- norm -----------------------------------------------------------------------------------------
 
@@ -286,12 +286,14 @@ class Updates:
         """In-backward: chunks where some parameter got no gradient still wait for their update."""
         if self.shares is not None:
             self.shares.finish()
-            return
-        for index, members in enumerate(self.data.members):
-            grad = self.store.chunks.get(("grad", index))
-            held = grad is not None and not grad.free and grad.work is None
-            if self.in_backward and (held or any(member in self.kept for member in members)):
-                self.apply_chunk(index)
+        elif self.in_backward:
+            for index, members in enumerate(self.data.members):
+                grad = self.store.chunks.get(("grad", index))
+                held = grad is not None and not grad.free and grad.work is None
+                if held or any(member in self.kept for member in members):
+                    self.apply_chunk(index)
+        if self.in_backward:
+            self.executor.updater.reorder()
 
     def _refuse_nonfinite(self, member: int) -> None:
         """In-backward an update cannot be taken back, so a bad gradient stops it before it is applied."""

@@ -63,6 +63,7 @@ def write(
     with all_or_none(ranks):
         parts = {part.key: part for part in parts_of(session) if part.numel}
         contents = {_state_of(rank): _packed(state)}
+        _require_plain(facts)
     described = {key: [list(part.shape), list(part.stride)] for key, part in parts.items()}
     for theirs in ranks.objects(described) if ranks is not None and session.layout.spread else ():
         described |= theirs  # state of experts that no update has touched here
@@ -95,6 +96,8 @@ def read(
         facts = json.loads(_read_content(folder, metadata, FACTS))
         own = _state_of(rank if facts["ranks"] == size else 0)
         state = torch.load(io.BytesIO(_read_content(folder, metadata, own)), weights_only=True)
+    session.wake(_trained_before(session, facts["tensors"]))
+    with all_or_none(ranks):
         there = {part.key: part for part in parts_of(session) if part.numel}
         _compare(folder, facts["tensors"], there)
         check(facts)
@@ -113,7 +116,20 @@ def read(
             no_dist=ranks is None,
         )
     planner.finish()
+    # Also where this rank had nothing to read: what others have of a gathered chunk has changed all the same.
+    for index in range(len(session.layout.chunks)):
+        session.places.forget(index)
     return facts, state
+
+
+def _require_plain(facts: Mapping[str, Any]) -> None:
+    """Of the facts only these are the user's."""
+    try:
+        json.dumps(facts["groups"])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"save: the optimizer's groups are expected to have numbers and strings as settings ({error})"
+        ) from error
 
 
 def _packed(state: Any) -> bytes:
@@ -133,6 +149,13 @@ def _packed(state: Any) -> bytes:
 def _read_content(folder: Path, metadata: Metadata, key: str) -> bytes:
     [content] = ShardReader(folder, metadata).contents([MetadataIndex(key)])
     return content.numpy().tobytes()
+
+
+def _trained_before(session: Session, stored: Mapping[str, Any]) -> list[int]:
+    """Members that have state in the checkpoint: frozen here, they may be trained again, and go on from that."""
+    kinds = session.updates.rule.states
+    trained = {name for kind, _, name in (key.partition("/") for key in stored) if kind in kinds}
+    return [m for m, name in enumerate(session.data.names) if name in trained]
 
 
 def _compare(folder: Path, stored: Mapping[str, Any], parts: Mapping[str, Part]) -> None:

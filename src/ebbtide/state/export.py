@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ebbtide.errors import DiskError
@@ -112,11 +113,10 @@ class _Export:
                 return
             try:
                 work()
-            except OSError as error:
-                where = str(error.filename or self._folder)
-                raise DiskError(
-                    f"{where}: the weights could not be exported: {error.strerror or error}", file=where
-                ) from error
+            except (OSError, SafetensorError) as error:
+                where = str(getattr(error, "filename", None) or self._folder)
+                what = getattr(error, "strerror", None) or error
+                raise DiskError(f"{where}: the weights could not be exported: {what}", file=where) from error
 
     def write(self, place: int, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, self.aside[place], metadata={"format": "pt"})

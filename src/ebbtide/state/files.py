@@ -16,7 +16,7 @@ import torch
 
 from ebbtide.backend.base import Event, wait_for_all
 from ebbtide.backend.cpu import Stream
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
 from ebbtide.disk.vectors import view

@@ -28,6 +28,7 @@ LATEST = "latest"
 INDEX = "index.json"
 SPARE = ".spare"
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+PART = re.compile(r"part-\d+-of-(\d+)")
 PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
 
 
@@ -38,14 +39,16 @@ class Run:
         self.path = Path(path)
 
     def complete(self) -> list[Path]:
-        """The oldest first."""
+        """In the order in which they were written: a run may have gone back to one, and on from there."""
         found = []
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in self.path.iterdir():
                 name = NAME.fullmatch(entry.name)
-                if name and (entry / INDEX).is_file():
-                    found.append((int(name[1]), int(name[2] or 0), entry))
-        return [entry for _, _, entry in sorted(found)]
+                with suppress(FileNotFoundError):  # another process removes it
+                    if name:
+                        written = (entry / INDEX).stat().st_mtime_ns
+                        found.append((written, int(name[1]), int(name[2] or 0), entry))
+        return [entry for *_, entry in sorted(found)]
 
     def latest(self) -> Path | None:
         """What `latest` names; where that is gone, the newest one that is there."""
@@ -60,7 +63,10 @@ class Run:
     def writing(self, step: int) -> Iterator[tuple[Path, Path]]:
         """(where to write, the name that it will have); named and made the latest at the end, gone if that fails."""
         make_folder(self.path, "save")
-        partial, lock = self._begin()
+        try:
+            partial, lock = self._begin()
+        except OSError as error:
+            raise not_written(error, self.path, step) from error
         try:
             yield partial, (target := self._free_name(step))
             sync(partial)
@@ -115,9 +121,10 @@ class Run:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Removes all but the newest `count`; never the latest. One of them is a spare, see Note [a spare]."""
+        """Removes all but the newest `count`; never the latest, nor what others that have the rest of a model can still
+        go on from. One of them is a spare, see Note [a spare]."""
         latest = self.latest()
-        for old in self.complete()[:-count]:
+        for old in self._whole()[:-count]:
             if old == latest:
                 continue
             # First it loses its name: half of a checkpoint is never taken for a whole one.
@@ -129,6 +136,16 @@ class Run:
                     _spares.add(spare)
                 else:
                     _remove_beside(gone)
+
+    def _whole(self) -> list[Path]:
+        """The complete ones up to the newest whose step all parts of a model have, of those that are seen from here."""
+        found, part = self.complete(), PART.fullmatch(self.path.name)
+        if part is None:
+            return found
+        others = [self.path.parent / f"part-{place}-of-{part[1]}" for place in range(int(part[1]))]
+        steps = [set(map(step_of, Run(other).complete())) for other in others if other.is_dir()]
+        common = [place for place, entry in enumerate(found) if all(step_of(entry) in one for one in steps)]
+        return found[: common[-1] + 1] if common else []
 
     def remove_spare(self) -> None:
         _spares.discard(self.path / SPARE)

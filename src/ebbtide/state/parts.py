@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.glance import poke
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
 from ebbtide.state import values
@@ -89,13 +90,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
     place, share, space = session.data.places[member], session.data.shares[member], session.store
 
     def load(first: int, out: torch.Tensor) -> None:
-        space.settle(chunk, host=True)
-        offset, tier = share.offset + first - share.first, _tier(chunk)
-        if tier == "ssd":
-            out.copy_(space.peek(chunk, offset, out.numel()))
-            return
-        for start, piece in chunk.slices(tier, offset, out.numel()):
-            out[start : start + piece.numel()].copy_(piece)
+        values.copy_out(session, chunk, share.offset + first - share.first, out)
 
     def store(first: int, found: torch.Tensor) -> None:
         begin, end = share.common(first, found.numel())
@@ -108,26 +103,22 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
         offset, tier = share.offset + begin - share.first, session.updates.homes[place.chunk]
         if tier == "ssd":
             chunk.mark("ssd", True)
-            space.poke(chunk, offset, found)
+            poke(space, chunk, offset, found)
             session.streaming.note(place.chunk)
             return
-        tier = _tier(chunk)
+        tier = values.tier_of(chunk)
         for start, piece in chunk.slices(tier, offset, found.numel()):
             piece.copy_(found[start : start + piece.numel()])
         space.written(chunk, tier)
 
     def lend(first: int, count: int) -> torch.Tensor | None:
         space.settle(chunk, host=True)
-        return chunk.stretch(_tier(chunk), share.offset + first - share.first, count)
+        return chunk.stretch(values.tier_of(chunk), share.offset + first - share.first, count)
 
     key = f"{chunk.kind}/{place.name}"
     return Part(
         key, place.numel, chunk.dtype, place.shape, place.stride, load, store, lend, share.first, share.numel
     )
-
-
-def _tier(chunk: Chunk) -> str:
-    return next(tier for tier in ("host", "device", "ssd") if chunk.valid_on(tier))
 
 
 def _unmanaged(session: Session, everything: bool) -> Iterator[Part]:

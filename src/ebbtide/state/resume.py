@@ -39,7 +39,7 @@ def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps:
 def _group(session: Session, group: Mapping[str, Any]) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in session.module.named_parameters()}
     settings = {
-        key: float(value) if isinstance(value, torch.Tensor) else value
+        key: value.item() if hasattr(value, "item") else value  # a tensor's or numpy's number
         for key, value in group.items()
         if key != "params"
     }

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ class Saver:
         self._pending: _Pending | None = None
         self.failed = ""
         """Why the last one that was written in the background is not there."""
+        session.room.saving = weakref.WeakMethod(self.settle)
 
     def save(
         self,

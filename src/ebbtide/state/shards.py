@@ -35,7 +35,7 @@ from torch.futures import Future
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.cpu import Stream
-from ebbtide.backend.slabs import map_memory
+from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
 from ebbtide.errors import IntegrityError

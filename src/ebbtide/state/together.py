@@ -29,8 +29,11 @@ def writing(run: Run, step: int, ranks: Ranks | None, keep: int | None) -> Itera
             yield paths
             written = True
         if keep is not None:
-            run.keep(keep)
-    except EbbtideError as error:
+            try:
+                run.keep(keep)
+            except OSError as error:
+                raise DiskError(f"{run.path}: old checkpoints cannot be removed: {error}") from error
+    except Exception as error:
         if written and ranks is not None:
             ranks.objects(error)
         raise
@@ -45,7 +48,7 @@ def begin(run: Run, step: int, ranks: Ranks | None) -> tuple[ExitStack, tuple[Pa
     with ExitStack() as stack:
         try:
             paths = stack.enter_context(run.writing(step))
-        except EbbtideError as error:
+        except Exception as error:
             if ranks is not None:
                 ranks.objects(error)
             raise

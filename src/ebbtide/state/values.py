@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ebbtide.errors import ConfigError, nearest
+from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.glance import peek
 from ebbtide.memory.parts import part_like, split_of
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
@@ -42,11 +44,7 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
     if name in session.unmanaged.parameters:
         parameter = session.unmanaged.parameters[name]
         _same_shape(name, value, tuple(parameter.shape))
-        with torch.no_grad():
-            parameter.data.copy_(value)
-            if name in session.unmanaged.masters:
-                laid = torch.empty_strided(parameter.shape, parameter.stride())
-                session.unmanaged.masters[name].copy_(dense(laid.copy_(value)))
+        session.unmanaged.write(name, value)
         return
     member = session.data.names.index(name)
     place = session.data.places[member]
@@ -67,32 +65,51 @@ def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> 
         session.places.leave_stale(param)
 
 
-def gradient(session: Session, name: str) -> torch.Tensor | None:
-    if name in session.unmanaged.parameters:
-        found = session.unmanaged.parameters[name].grad
-        return None if found is None else found.to("cpu", torch.float32, copy=True)
+def gradient(session: Session, name: str, loss_scale: float = 1.0) -> torch.Tensor | None:
+    """The mean over all ranks and micro-batches so far; ranks that share chunks call it together."""
+    found = _held_outside(session, name) if name in session.unmanaged.parameters else _held(session, name)
+    return None if found is None else found.div_(session.config.accumulate * session.pieces * loss_scale)
+
+
+def _held_outside(session: Session, name: str) -> torch.Tensor | None:
+    parameter = session.unmanaged.parameters[name]
+    found = parameter.grad
+    if session.sharing is not None:
+        found = session.sharing.means({name: parameter}).get(name)
+    return None if found is None else found.to("cpu", torch.float32, copy=True)
+
+
+def _held(session: Session, name: str) -> torch.Tensor | None:
     member = session.data.names.index(name)
     updates = session.updates
     elsewhere = updates.shares is not None and member in updates.shares.everywhere
     if not updates.arrived[member] and not elsewhere:
         return None
     if member in updates.kept:
-        return (
-            updates.kept[member]
-            .to("cpu", torch.float32, copy=True)
-            .div_(session.config.accumulate * session.pieces)
-        )
+        return updates.kept[member].to("cpu", torch.float32, copy=True)
     place, share = session.data.places[member], session.data.shares[member]
     flat = torch.empty(place.numel)
     if share.numel:
         chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
-        session.store.settle(chunk, host=True)
-        tier = "host" if chunk.host_valid else "device"
-        for start, piece in chunk.slices(tier, share.offset, share.numel):
-            flat[share.first + start : share.first + start + piece.numel()].copy_(piece)
+        copy_out(session, chunk, share.offset, flat[share.first : share.first + share.numel])
     session.data.collect(member, flat)
-    flat /= session.config.accumulate * session.pieces
     return flat.as_strided(place.shape, place.stride)
+
+
+def copy_out(session: Session, chunk: Chunk, offset: int, out: torch.Tensor) -> None:
+    """A chunk's elements from `offset` on, from whatever tier has them."""
+    session.store.settle(chunk, host=True)
+    tier = tier_of(chunk)
+    if tier == "ssd":
+        out.copy_(peek(session.store, chunk, offset, out.numel()))
+        return
+    for start, piece in chunk.slices(tier, offset, out.numel()):
+        out[start : start + piece.numel()].copy_(piece)
+
+
+def tier_of(chunk: Chunk) -> str:
+    """Where a newest copy is."""
+    return next(tier for tier in ("host", "device", "ssd") if chunk.valid_on(tier))
 
 
 def state_dict(session: Session) -> dict[str, torch.Tensor]:
@@ -118,10 +135,24 @@ def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None
     missing = [key for key in expected if key not in state]
     if missing:
         raise ConfigError(f"state dict: {len(missing)} keys are missing, the first is {missing[0]!r}")
+    _require_shapes(session, state)
     for name in names(session):
         save(session, name, state[name])
     for name, buffer in persistent_buffers(session.module):
         buffer.copy_(state[name])
+
+
+def _require_shapes(session: Session, state: Mapping[str, torch.Tensor]) -> None:
+    """Before anything is written."""
+    for name, parameter in session.module.named_parameters():
+        if name in session.unmanaged.parameters:
+            _same_shape(name, state[name], tuple(parameter.shape))
+            continue
+        member = session.data.names.index(name)
+        value = part_like(state[name], session.data.parameters[member])
+        _same_shape(name, value, session.data.places[member].shape)
+    for name, buffer in persistent_buffers(session.module):
+        _same_shape(name, state[name], tuple(buffer.shape))
 
 
 def state_dict_keys(module: nn.Module) -> list[str]:

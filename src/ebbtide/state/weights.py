@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +33,12 @@ class Entry:
 class WeightFiles:
     """The tensors of a folder as `save_pretrained` writes it (or of one file), under a module's names."""
 
-    def __init__(self, place: str | Path, module: nn.Module) -> None:
+    def __init__(
+        self, place: str | Path, module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """`shapes`: whole ones, of parameters that the module may have in part (experts)."""
         self.place = Path(place)
+        self._shapes = shapes or {}
         self._entries = self._match(_entries(self.place), module)
 
     def __contains__(self, name: str) -> bool:
@@ -77,7 +81,7 @@ class WeightFiles:
                     hint = nearest(entry.key, tensors) or ": the module has no such tensor"
                     raise ConfigError(f"{entry.file}: unknown key {entry.key!r}{hint}")
                 continue
-            self._check(entry, name, tensors[name])
+            self._check(entry, name, tensors[name], self._shapes.get(owner[name], tuple(tensors[name].shape)))
             if name in sources:
                 raise ConfigError(
                     f"{entry.file}: key {entry.key!r} is in {sources[name].file.name} too, as {sources[name].key!r}"
@@ -95,10 +99,10 @@ class WeightFiles:
         return matched
 
     @staticmethod
-    def _check(entry: Entry, name: str, tensor: torch.Tensor) -> None:
-        if entry.shape != tuple(tensor.shape):
+    def _check(entry: Entry, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if entry.shape != shape:
             raise ConfigError(
-                f"{entry.file}: {entry.key!r} has shape {entry.shape}, the module's {name} {tuple(tensor.shape)}"
+                f"{entry.file}: {entry.key!r} has shape {entry.shape}, the module's {name} {shape}"
             )
         if entry.dtype not in (FLOATS if tensor.is_floating_point() else INTEGERS):
             raise ConfigError(

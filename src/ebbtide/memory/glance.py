@@ -1,0 +1,50 @@
+"""Elements of a chunk's copy on SSD, read and written there: for values by name, which are few or come once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from ebbtide.backend.base import Event
+from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.chunks import ChunkStore
+from ebbtide.plan.stage import BLOCK
+from ebbtide.units import round_up
+
+
+def peek(store: ChunkStore, chunk: Chunk, offset: int, count: int) -> torch.Tensor:
+    """The elements [offset, offset + count), in memory of their own."""
+    flat = torch.empty(count, dtype=chunk.dtype)
+    for place, piece, _ in _blocks(store, chunk, offset, count):
+        flat[place : place + piece.numel()] = piece
+    return flat
+
+
+def poke(store: ChunkStore, chunk: Chunk, offset: int, values: torch.Tensor) -> None:
+    """Writes elements from `offset` on."""
+    for place, piece, write in _blocks(store, chunk, offset, values.numel()):
+        piece.copy_(values[place : place + piece.numel()])
+        write().wait()
+
+
+def _blocks(
+    store: ChunkStore, chunk: Chunk, offset: int, count: int
+) -> Iterator[tuple[int, torch.Tensor, Callable[[], Event]]]:
+    """Whole blocks that hold the elements [offset, offset + count), read: (place in the range, the range's elements
+    in them, what writes them back)."""
+    assert chunk.ssd is not None and store.ssd_space is not None, f"{chunk} has no copy on SSD"
+    store.before_stored(chunk)
+    disk, itemsize = store.ssd_space.disk, chunk.dtype.itemsize
+    for stored in chunk.ssd:
+        first, last = max(offset, stored.first), min(offset + count, stored.first + stored.count)
+        if first >= last:
+            continue
+        start = (first - stored.first) * itemsize // BLOCK * BLOCK
+        end = min(round_up((last - stored.first) * itemsize, BLOCK), stored.extent.nbytes - stored.offset)
+        memory = torch.empty(end - start, dtype=torch.uint8)
+        disk.read(stored.extent, [memory], stored.offset + start).wait()
+        skipped = (first - stored.first) * itemsize - start
+        piece = memory[skipped : skipped + (last - first) * itemsize].view(chunk.dtype)
+        yield first - offset, piece, partial(disk.write, stored.extent, [memory], stored.offset + start)
