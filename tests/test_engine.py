@@ -437,8 +437,8 @@ def test_autocast(make: Any) -> None:
 
 
 def test_host_modules_send_activations_instead_of_weights(make: Any) -> None:
-    """An untied embedding of 128 KB, of which a batch reads 64 rows. Moves that start when a pass wants them are the same
-    in each step; those ahead of it depend on the time that others take."""
+    """An untied embedding of 128 KB, of which a batch reads 64 rows. Moves that start when a pass wants them are the
+    same in each step; those ahead of it depend on the time that others take."""
     shas, moved = [], []
     for hosted in ([], ["model.embed_tokens"]):
         engine = make("llama", host_modules=hosted, device={"memory": 1_330_000}, prefetch=False)

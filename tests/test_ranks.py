@@ -34,8 +34,8 @@ def rank_of() -> tuple[int, int]:
 # -- what ranks do --------------------------------------------------------------------------------------------
 
 
-def train(name: str, mode: str, steps: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Each rank takes the batches that are its own."""
+def train(name: str, mode: str, steps: int, config: dict[str, Any], slices: bool = False) -> dict[str, Any]:
+    """Each rank takes the batches that are its own. `slices`: gradients are exchanged so, as for want of room."""
     rank, size = rank_of()
     dtype = reference.ROUND[config.get("precision", "bf16")]
     with tempfile.TemporaryDirectory() as folder:
@@ -43,6 +43,8 @@ def train(name: str, mode: str, steps: int, config: dict[str, Any]) -> dict[str,
             config = config | {"ssd": {"folder": folder, **config["ssd"]}}
             dist.barrier()
         engine = ebbtide.initialize(zoo.build(name, mode), config)
+        if slices:
+            engine._session.sharing.reductions.go_in_slices()
         try:
             losses = []
             with Count(engine) as count:
@@ -90,11 +92,13 @@ def expected(
     return str(group_of(size).run(plain, name, mode, STEPS, precision, clip, accumulate)[0])
 
 
-def check(size: int, name: str, mode: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+def check(
+    size: int, name: str, mode: str, config: dict[str, Any], slices: bool = False
+) -> list[dict[str, Any]]:
     wanted = expected(
         size, name, mode, config.get("precision", "bf16"), config.get("clip"), config.get("accumulate", 1)
     )
-    found = group_of(size).run(train, name, mode, STEPS, config)
+    found = group_of(size).run(train, name, mode, STEPS, config, slices)
     for rank in found:
         assert rank["sha"] == wanted
         assert not rank["stats"]["diverged"]

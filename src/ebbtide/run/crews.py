@@ -62,7 +62,7 @@ class Crew:
     def pass_on(self, whole: torch.Tensor | None, mine: torch.Tensor, wanting: Sequence[int]) -> None:
         """The same where only some want it, by their place in the crew; the others have no `whole`."""
         if whole is not None:
-            self._part(whole, self.rank).copy_(mine)
+            self.part(whole, self.rank).copy_(mine)
         with self.ranks.naming(), _disable_current_modes():
             there, here = None if whole is None else lent(whole), lent(mine)
             moves = []
@@ -70,7 +70,7 @@ class Crew:
                 if rank == self.rank:
                     continue
                 if there is not None:
-                    moves.append(self._p2p(dist.irecv, self._part(there, rank), rank))
+                    moves.append(self._p2p(dist.irecv, self.part(there, rank), rank))
                 if rank in wanting:
                     moves.append(self._p2p(dist.isend, here, rank))
                     self.ranks.sent += mine.nbytes
@@ -80,7 +80,7 @@ class Crew:
     def _p2p(self, deed: Any, memory: torch.Tensor, rank: int) -> Any:
         return dist.P2POp(deed, memory, group=self.group, group_peer=rank)
 
-    def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         each = whole.numel() // self.size
         return whole[rank * each : (rank + 1) * each]
 
@@ -100,6 +100,23 @@ class Exchanges:
     def submit(self, job: Callable[[], None]) -> Event:
         """On the thread."""
         return self._stream.submit(job)
+
+    def trade(self, received: torch.Tensor, whole: torch.Tensor, at: int, count: int) -> None:
+        """Sends each rank `count` bytes of its slice of `whole`, from the slice's byte `at` on, and receives as many of
+        its own from all: by rank."""
+        crew, ranks, moves = self._crew, self._crew.ranks, []
+        for rank in range(crew.size):
+            theirs = crew.part(whole, rank)[at : at + count]
+            here = received[rank * count : (rank + 1) * count]
+            if rank == crew.rank:
+                here.copy_(theirs)
+            else:
+                moves.append(dist.P2POp(dist.irecv, lent(here), group=self._group, group_peer=rank))
+                moves.append(dist.P2POp(dist.isend, lent(theirs), group=self._group, group_peer=rank))
+        ranks.sent += count * (crew.size - 1)
+        with ranks.naming(), _disable_current_modes():
+            for work in dist.batch_isend_irecv(moves) if moves else ():
+                ranks.wait(work)
 
     def exchange(self, received: torch.Tensor, whole: torch.Tensor) -> Pending:
         """Starts sending each rank its slice of `whole`, and receiving its own from all: by rank."""

@@ -24,6 +24,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         "lock_free": None if session.lock_free is None else session.lock_free.stats(),
         "experts": {one.layer.name: one.facts() for one in session.dispatchers},
         "gathered_experts": session.gathered_experts,
+        "exchange_in_slices": session.sharing is not None and session.sharing.reductions.in_slices,
         "fixed_bytes": session.unmanaged.fixed_bytes(),
         "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
         "traces": session.traces.count,

@@ -11,6 +11,12 @@ until this one is over, so there is never a second one, of this crew or another.
 waits for what another rank has still to come to, only for what it must have come to before: so user code that talks to
 other ranks in between cannot make two of them wait for each other.
 
+Note [in slices]: room for what all send of a whole chunk is kept for good. Where some rank has no plan with that much
+less, all of them go on in slices: they send each other a block of their slices at a time, and what is kept is one
+slice. Sums come out the same. It is slower, so it is for those who could not train otherwise; nothing is promised then,
+for a rank that has no use for a gather has no room either. The thread does the rounds by itself: a rank in the midst of
+user code does not keep the others waiting.
+
 Note [at once]: updates in backward follow from a sum, and ask all ranks something. They wait for the sum where they are.
 """
 
@@ -27,9 +33,10 @@ from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import GATHERED, WIRE, Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD
-from ebbtide.run.crews import Crew, Exchanges, Pending
+from ebbtide.run.crews import Crew, Exchanges
 from ebbtide.run.model import ModelData
 from ebbtide.run.places import Places
+from ebbtide.run.slices import room_for, trade_slices
 
 TAG = "exchange"
 
@@ -48,6 +55,10 @@ class Received:
             self.close()
             self._ledger.reserve("device", TAG, count)
             self._size = count
+
+    def shrink(self, count: int) -> None:
+        self.close()
+        self.reserve(count)
 
     def take(self, count: int) -> torch.Tensor:
         if self._memory is None:
@@ -80,7 +91,7 @@ class _Exchange:
         self.crew = crew
         self.begun: Event | None = None
         """When it is known whether it has started."""
-        self.work: Pending | None = None
+        self.work: Event | None = None
         self.dropped = False
         self._lock = threading.Lock()
         self._cancelled = False
@@ -88,7 +99,7 @@ class _Exchange:
         for chunk in self._owned:
             chunk.work = self
 
-    def begin(self, start: Callable[[], Pending]) -> None:
+    def begin(self, start: Callable[[], Event]) -> None:
         """On the thread: all ranks are ready."""
         with self._lock:
             if not self._cancelled:
@@ -126,6 +137,8 @@ class Reductions:
         self._exchanges = {size: Exchanges(crew) for size, crew in crews.items()}
         self._at_once = at_once
         self.received = Received(data.store)
+        self.in_slices = False
+        """Note [in slices]."""
         self._current: _Exchange | None = None
         self.waiting: set[int] = set()
         """Chunks that are reduced at the end of the pass, where some rank has gradients."""
@@ -139,9 +152,28 @@ class Reductions:
         """Told of the gradients of a chunk's slice: which members have one on some rank, and where the mean is."""
 
     def reserve(self) -> None:
-        """Room for the largest chunk, or its gradients."""
-        wholes = (chunk.nbytes for chunk in self._store.chunks.values() if chunk.kind in GATHERED)
-        self.received.reserve(max(wholes, default=0))
+        """Room for the largest chunk, or its gradients; in slices, for the largest slice of them."""
+        self.received.reserve(self._needed(self.in_slices))
+
+    def go_in_slices(self) -> None:
+        """All ranks, between passes."""
+        self.in_slices = True
+        self.received.shrink(self._needed(True))
+
+    def spared(self) -> int:
+        """What would be free on the device in slices."""
+        return self._needed(self.in_slices) - self._needed(True)
+
+    def _needed(self, in_slices: bool) -> int:
+        wholes = [chunk for chunk in self._store.chunks.values() if chunk.kind in GATHERED]
+        if not in_slices:
+            return max((chunk.nbytes for chunk in wholes), default=0)
+        grads = [chunk for chunk in wholes if chunk.kind == WHOLE_GRAD]
+        return max((self._in_slices(chunk) for chunk in grads), default=0)
+
+    def _in_slices(self, whole: Chunk) -> int:
+        size = self._crews[self._store.crew(whole.index)].size
+        return room_for(whole.nbytes // whole.dtype.itemsize // size, size) * whole.dtype.itemsize
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -221,13 +253,16 @@ class Reductions:
         self.waiting.clear()
 
     def _begin(self, made: _Exchange, all_ready: Callable[[], bool]) -> None:
-        backend, exchanges = self._store.backend, self._exchanges[made.crew.size]
+        backend, exchanges, in_slices = self._store.backend, self._exchanges[made.crew.size], self.in_slices
         mark, whole, memory = backend.mark(), made.whole.device, made.memory
         assert whole is not None
 
-        def start() -> Pending:
+        def start() -> Event:
             with backend.apart(mark):
-                return exchanges.exchange(memory, whole)
+                if not in_slices:
+                    return exchanges.exchange(memory, whole)
+                trade_slices(exchanges, self._kernels, memory, whole, made.whole.dtype, made.crew)
+                return backend.mark()
 
         def begin() -> None:
             if all_ready():
@@ -266,7 +301,7 @@ class Reductions:
             self._store.allocate(whole, "device")
         here = zip(self._data.members[index], self.arrived(index), strict=True)
         self._clear(whole, [member for member, has in here if not has])
-        memory = self.received.take(whole.nbytes)
+        memory = self.received.take(self._in_slices(whole) if self.in_slices else whole.nbytes)
         made = _Exchange(index, arrived, whole, grad, memory, self._crews[self._store.crew(index)])
         self.received.filling = made
         return made
@@ -295,10 +330,12 @@ class Reductions:
         self._places.hold(grad)
         try:
             view, scale = grad.view(), 1.0 / size
-            if first:
+            part = received[: view.numel()]
+            if self.in_slices:  # they are added up
+                self._kernels.capture(view, part, not first)
+            elif first:
                 self._kernels.sum_ranks(view, received, scale)
             else:
-                part = received[: view.numel()]
                 self._kernels.sum_ranks(part, received, scale)
                 self._kernels.capture(view, part, True)
             self._store.written(grad, "device")

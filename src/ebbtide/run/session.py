@@ -19,6 +19,7 @@ from torch import nn
 from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
+from ebbtide.errors import BudgetError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import ALONE, Slicing, build_spread_layout, unit_elements
@@ -53,7 +54,7 @@ from ebbtide.run.terms import cost_of, settings_of, shape_of
 from ebbtide.run.traces import Known, Traces
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
-from ebbtide.run.wishes import BEGIN, DONE, FORWARD
+from ebbtide.run.wishes import DONE, FORWARD
 
 
 class Session:
@@ -247,11 +248,12 @@ class Session:
             return  # a second forward before one backward belongs to the same pass
         if self.sharing is not None:
             self.sharing.turn()
-            self.sharing.meet(BEGIN, self.micro)
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
         known = self.traces.find(signature) or self._imagine(signature, args, kwargs)
+        if self.sharing is not None:
+            self._begin_together(self.sharing, known)
         plan = self._adopt(known) if known is not None else None
         if known is None or known.stale or known.record.source != "live":
             self.recording.start(signature, args, kwargs)
@@ -264,6 +266,18 @@ class Session:
             self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
         self.executor.begin(plan, self.recording.recorder, offset)
+
+    def _begin_together(self, sharing: Sharing, known: Known | None) -> None:
+        """Where some rank has no room for a plan, exchanges of gradients take less of it from now on."""
+        before, short = sharing.reductions.in_slices, False
+        if known is not None and sharing.reductions.spared():
+            try:
+                self.traces.plan(known)
+            except BudgetError:
+                short = True
+        sharing.begin(self.micro, short)
+        if sharing.reductions.in_slices != before:
+            self.traces.replan(self.shape, self.budget("device"))
 
     def _notice_unfrozen(self) -> None:
         """Chunks whose first parameter has come to require gradients are trained from now on."""
@@ -289,7 +303,7 @@ class Session:
         if woken and self.sharing is not None:
             self.sharing.reductions.reserve()
         if woken:
-            self.traces.replan(shape_of(data, updates))
+            self.traces.replan(shape_of(data, updates), self.budget("device"))
 
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update."""

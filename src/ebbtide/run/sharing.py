@@ -73,6 +73,8 @@ class Sharing:
         self._round = 0
         self._ahead = Ahead()
         self._any_waits = False
+        self._short = False
+        """Some rank lacks room."""
         self._crews = {size: Crew(ranks, size) for size in _crew_sizes(data, ranks)}
         self.reductions = Reductions(data, places, self._crews, kernels, in_backward)
         self.reductions.refused = self._ahead.refused
@@ -86,6 +88,14 @@ class Sharing:
         self.reductions.waiting.clear()
         self._ahead.stop()
         self._round += 1
+
+    def begin(self, micro: int, short: bool) -> None:
+        """A forward pass begins on all ranks. `short`: this one has no room for it but with exchanges in slices."""
+        self._short = short
+        while self._serve(Wish(BEGIN, micro, self._round, int(short))) != (BEGIN, micro):
+            continue
+        if self._short and not self.reductions.in_slices:
+            self.reductions.go_in_slices()
 
     def gather(self, index: int) -> None:
         """Starts bringing a whole chunk to the device; other ranks are served until it is this one's turn."""
@@ -165,6 +175,8 @@ class Sharing:
             self._gather(subject, wanting)
         elif deed == END:
             self._any_waits = any(one.subject for one in wishes)
+        elif deed == BEGIN:
+            self._short = any(one.check for one in wishes)
         elif deed == REDUCE:
             same = all(one.check == wish.check for one in wishes)
             self.reductions.start(subject, self.reductions.claimed(subject) if same else self._some(subject))
@@ -176,7 +188,7 @@ class Sharing:
         alike = wanting == self.ranks.size and all(one.check == first.check for one in wishes)
         if first.deed in (GATHER, REDUCE) and alike:
             self._ahead.did(first.item)
-        elif first.deed == BEGIN and alike:
+        elif first.deed == BEGIN and alike and not (self._short or self.reductions.in_slices):
             self._ahead.begin()
         elif all(one.deed == END for one in wishes):
             self._ahead.end()

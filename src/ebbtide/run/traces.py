@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.plan.activations import OFF
 from ebbtide.plan.afloat import plan_afloat
@@ -87,8 +87,9 @@ class Traces:
             self._least = (record, least_traffic(self.shape, record, self.settings))
         return self._least[1]
 
-    def replan(self, shape: ModelShape) -> None:
-        """The model's chunks have changed: every plan is made again."""
+    def replan(self, shape: ModelShape, device: int) -> None:
+        """The model's chunks have changed, or what they have of the device: every plan is made again."""
         self.shape, self._least = shape, None
+        self.settings = replace(self.settings, device=device)
         for known in self._known.values():
             known.plan = None

@@ -1,0 +1,97 @@
+"""Gradients exchanged in slices, where the device has no room for what ranks send of a whole chunk: the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ebbtide
+import zoo
+from ebbtide.errors import BudgetError
+from ebbtide.layout import ALIGNMENT
+from ebbtide.run.slices import LANE, block_of, room_for
+from group import group_of
+from harness import batch_of, config_of
+from reference import ROUND
+from test_ranks import CHANGES, STEPS, check, expected, train
+
+SOME = ["everything fits", "SSD", "large chunks", "accumulate", "in backward, host", "fp32"]
+
+
+@given(st.integers(1, 4096), st.integers(1, 5000))
+def test_blocks_take_one_slice(units: int, ranks: int) -> None:
+    each = units * ALIGNMENT
+    block = block_of(each, ranks)
+    assert 1 <= block <= each
+    assert room_for(each, ranks) >= max(each, ranks * block)
+    if ranks <= each:
+        assert room_for(each, ranks) == each
+        assert -(-each // block) <= 2 * ranks + 1 or block < LANE
+
+
+@pytest.mark.parametrize("change", SOME)
+def test_weights_are_the_same(change: str) -> None:
+    for rank in check(2, "gpt2", "none", config_of(**CHANGES[change]), slices=True):
+        assert rank["stats"]["exchange_in_slices"]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(3, "gpt2"), (2, "t5"), pytest.param(4, "llama", marks=pytest.mark.heavy)]
+)
+def test_on_more_ranks_and_models(size: int, name: str) -> None:
+    check(size, name, "none", config_of(device={"memory": 2_000_000}, host={"memory": "64MB"}), slices=True)
+
+
+def test_steps_that_are_skipped_are_the_same() -> None:
+    shas = set()
+    for slices in (False, True):
+        for rank in group_of(2).run(train, "gpt2", "none", STEPS, config_of(**CHANGES["fp16"]), slices):
+            shas.add(rank["sha"])
+    assert len(shas) == 1
+
+
+def tried(budgets: list[list[int]], config: dict[str, Any]) -> list[tuple[bool, int, str] | None]:
+    """By attempt, whether exchanges were in slices, what the device keeps for them, and the weights. `budgets`: of each
+    rank."""
+    found: list[tuple[bool, int, str] | None] = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for each in budgets:
+        engine = None
+        try:
+            engine = ebbtide.initialize(zoo.build("gpt2"), config | {"device": {"memory": each[rank]}})
+            for number in range(STEPS):
+                batch = batch_of("gpt2", number * size + rank, ROUND["bf16"], "cpu")
+                engine.backward(engine(**batch).loss)
+                engine.step()
+                engine.check_integrity()
+            stats = engine.stats()
+            kept = engine._session.ledger.tags["device"]["exchange"]
+            found.append((stats["exchange_in_slices"], kept, engine.weights_sha256()))
+        except BudgetError:
+            found.append(None)
+        finally:
+            if engine is not None:
+                engine.close()
+    return found
+
+
+def test_the_plan_chooses_slices_where_nothing_else_fits() -> None:
+    config = config_of(host={"memory": "64MB"}, chunk_size="128KiB")
+    budgets = [[memory] * 3 for memory in range(900_000, 2_000_000, 50_000)]
+    found = group_of(3).run(tried, budgets, config, patience=300)
+    assert found[0] == found[1] == found[2]
+    modes = [attempt and attempt[:2] for attempt in found[0]]
+    slices = [i for i, mode in enumerate(modes) if mode and mode[0]]
+    wholes = [i for i, mode in enumerate(modes) if mode and not mode[0]]
+    assert slices and wholes and max(slices) < min(wholes), modes
+    assert modes[slices[0]][1] * 3 <= modes[wholes[0]][1]  # type: ignore[index]
+    wanted = expected(3, "gpt2", "none", "bf16", config.get("clip"))
+    assert {attempt[2] for attempt in found[0] if attempt} == {wanted}
+    # Where one rank alone has too little, all of them follow.
+    tight, roomy = budgets[slices[0]][0], budgets[wholes[0]][0]
+    for rank in group_of(3).run(tried, [[roomy, tight, roomy]], config):
+        assert rank[0][0] and rank[0][2] == wanted
