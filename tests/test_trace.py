@@ -83,7 +83,7 @@ class Counting(nn.Module):
 def test_an_imagined_pass_writes_nothing() -> None:
     engine = ebbtide.initialize(Counting(), config_of(device={"memory": 100_000}))
     engine.backward(engine(torch.randn(4, 32).bfloat16()))
-    assert engine._session.symbolic_note == ""
+    assert engine._session.imagining.note == ""
     assert engine.module.seen == engine.module.calls[0] == 1
     assert engine.module.inner[1].num_batches_tracked == 1
     engine.close()

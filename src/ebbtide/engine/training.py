@@ -224,7 +224,7 @@ class Engine(ByName, Saved):
 
     def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a micro-batch, of which several are one pass: `backpropagating` says when it ends."""
-        self._session.in_pieces = True
+        self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
         try:
             return self(*args, **kwargs)
         except BaseException:

@@ -29,7 +29,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
         "traces": session.traces.count,
         "diverged": course.diverged,
-        "symbolic": session.symbolic_note,
+        "symbolic": session.imagining.note,
         "device_state_chunks": session.updates.homes.count("device"),
         "chunks": len(session.layout.chunks),
         "utilisation": session.layout.utilisation,

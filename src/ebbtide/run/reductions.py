@@ -36,9 +36,8 @@ from ebbtide.plan.shape import GRAD, WHOLE_GRAD
 from ebbtide.run.crews import Crew, Exchanges
 from ebbtide.run.model import ModelData
 from ebbtide.run.places import Places
+from ebbtide.run.room import EXCHANGE
 from ebbtide.run.slices import room_for, trade_slices
-
-TAG = "exchange"
 
 
 class Received:
@@ -53,7 +52,7 @@ class Received:
     def reserve(self, count: int) -> None:
         if count > self._size:
             self.close()
-            self._ledger.reserve("device", TAG, count)
+            self._ledger.reserve("device", EXCHANGE, count)
             self._size = count
 
     def shrink(self, count: int) -> None:
@@ -71,7 +70,7 @@ class Received:
         if self._memory is not None:
             self._backend.free("device", self._memory)
         self._memory = None
-        self._ledger.release("device", TAG, self._size)
+        self._ledger.release("device", EXCHANGE, self._size)
         self._size = 0
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 from ebbtide.errors import BudgetError
-from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
+from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.plan.evict import Candidate, choose
 from ebbtide.plan.shape import WHOLE, may_leave
 from ebbtide.run.activations import Activations
@@ -16,6 +16,9 @@ from ebbtide.run.course import Course
 from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData
 from ebbtide.units import format_size
+
+HOSTED, EXCHANGE = "host modules", "exchange"
+"""Tags of what is reserved for good."""
 
 
 class Room:
@@ -34,6 +37,18 @@ class Room:
         self._leaving = may_leave(not (self.ledger.budgets["host"] or self.ledger.budgets["ssd"]))
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
+
+    def budget(self, tier: str) -> int:
+        """What other engines on the same tier leave of the budget."""
+        taken = sum(
+            c.nbytes
+            for peer in self.peers
+            if peer is not self
+            for c in peer.store.chunks.values()
+            if getattr(c, tier) is not None and c.kind not in PASSING
+        )
+        tags = self.ledger.tags[tier]
+        return self.ledger.budgets[tier] - sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE)) - taken
 
     @contextmanager
     def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:

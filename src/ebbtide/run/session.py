@@ -23,7 +23,6 @@ from ebbtide.errors import BudgetError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import ALONE, Slicing, build_spread_layout, unit_elements
-from ebbtide.memory.chunk import PASSING
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import OFF
@@ -37,14 +36,14 @@ from ebbtide.run.dispatch import Dispatcher
 from ebbtide.run.executor import Executor
 from ebbtide.run.homes import Homes
 from ebbtide.run.hosted import HostModules
+from ebbtide.run.imagining import Imagining
 from ebbtide.run.jobs import Updater
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.mixtures import Layer, find_layers
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.ranks import Ranks
-from ebbtide.run.recording import Recording, imagine
-from ebbtide.run.reductions import TAG as EXCHANGE
-from ebbtide.run.room import Room
+from ebbtide.run.recording import Recording
+from ebbtide.run.room import HOSTED, Room
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.shares import SharedGradients
 from ebbtide.run.sharing import Sharing
@@ -114,18 +113,27 @@ class Session:
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
         self._reserve_hosted(choice)
         self.recording = Recording(backend, self.unmanaged, self.updates.kept)
-        self._check_fit(shape_of(self.data, self.updates))
+        spared = 0 if self.sharing is None else self.sharing.reductions.spared()
+        check_fit(ledger, config, shape_of(self.data, self.updates), spared)
         self.interceptor = Interceptor(module, parameters, runs, units, self.executor)
         carried = HostModules(choice.hosted.values(), backend.device, self.store.traffic.moved)
         for handle in carried.handles:
             self.interceptor.keep(handle)
         self._plan_by(config)
         self.dispatchers = self._dispatch(layers)
-        self.symbolic_note = ""
+        self.imagining = Imagining(
+            module, self.data, self.interceptor, self.unmanaged, self.room.activations is not None
+        )
+        if companions is not None and companions.split:
+            self.imagining.obstacle = (
+                "tensor parallelism has split the model: its collectives cannot be imagined"
+            )
+        elif self.dispatchers:
+            self.imagining.obstacle = (
+                "experts are spread over ranks: how many tokens come is not known before"
+            )
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
-        self.in_pieces = False
-        """Whether passes are more than one forward and one backward."""
         self.micro = 0
         """Backward passes since the last update."""
         weakref.finalize(self.executor, _release, self.store)
@@ -181,24 +189,12 @@ class Session:
         """Whether the device is the only tier: nothing can leave it."""
         return not self.ledger.budgets["host"] and not self.ledger.budgets["ssd"]
 
-    def budget(self, tier: str) -> int:
-        """What other engines on the same tier leave of the budget."""
-        taken = sum(
-            c.nbytes
-            for peer in self.room.peers
-            if peer is not self.room
-            for c in peer.store.chunks.values()
-            if getattr(c, tier) is not None and c.kind not in PASSING
-        )
-        tags = self.ledger.tags[tier]
-        return self.ledger.budgets[tier] - tags.get("host modules", 0) - tags.get(EXCHANGE, 0) - taken
-
     def _plan_by(self, config: Config) -> None:
         """What plans are made by, and what they move."""
         shape = shape_of(self.data, self.updates)
         companions = self.updates.companions
         staged = companions is not None and companions.stages is not None
-        settings = settings_of(config, self.budget, self.sharing is not None or staged)
+        settings = settings_of(config, self.room.budget, self.sharing is not None or staged)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = Traces(shape, settings, cost, config.offload_activations)
         self.homes = Homes(self.updates, self.executor, self.streaming, settings, config.warmup_share)
@@ -211,17 +207,8 @@ class Session:
         """Host modules' bytes, on the host's budget (where there is one tier only, on that)."""
         count = self.unmanaged.host_bytes(choice.dtypes)
         tier = "host" if self.ledger.budgets["host"] else "device"
-        self.ledger.reserve(tier, "host modules", count)
-        self._release_hosted = weakref.finalize(
-            self.executor, self.ledger.release, tier, "host modules", count
-        )
-
-    def _check_fit(self, shape: ModelShape) -> None:
-        grads = sum(shape.gradient_bytes) if self.config.updates != "in-backward" else 0
-        if self.config.resolved_master == "separate" and self.config.accumulate == 1:
-            grads = 0
-        needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
-        check_fit(self.ledger, needed, shape.largest)
+        self.ledger.reserve(tier, HOSTED, count)
+        self._release_hosted = weakref.finalize(self.executor, self.ledger.release, tier, HOSTED, count)
 
     def _adoption(self, source: Source | None) -> Adoption:
         """`source`: has values that the module has not."""
@@ -277,7 +264,7 @@ class Session:
                 short = True
         sharing.begin(self.micro, short)
         if sharing.reductions.in_slices != before:
-            self.traces.replan(self.shape, self.budget("device"))
+            self.traces.replan(self.shape, self.room.budget("device"))
 
     def _notice_unfrozen(self) -> None:
         """Chunks whose first parameter has come to require gradients are trained from now on."""
@@ -303,7 +290,7 @@ class Session:
         if woken and self.sharing is not None:
             self.sharing.reductions.reserve()
         if woken:
-            self.traces.replan(shape_of(data, updates), self.budget("device"))
+            self.traces.replan(shape_of(data, updates), self.room.budget("device"))
 
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update."""
@@ -314,31 +301,8 @@ class Session:
         """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
         if self._alone() and self.config.device.memory == "auto":
             return None
-        if self.in_pieces:
-            self.symbolic_note = "a pipeline's schedule runs the pass, in an order of its own"
-            return None
-        if self.updates.companions is not None and self.updates.companions.split:
-            self.symbolic_note = "tensor parallelism has split the model: its collectives cannot be imagined"
-            return None
-        if self.dispatchers:
-            self.symbolic_note = "experts are spread over ranks: how many tokens come is not known before"
-            return None
-        try:
-            record = imagine(
-                self.module,
-                self.data,
-                self.interceptor,
-                self.unmanaged.fixed_bytes(),
-                signature,
-                args,
-                kwargs,
-                saved=self.room.activations is not None,
-            )
-        except Exception as reason:
-            # Any operator may lack a fake kernel; the first iteration is then cautious instead.
-            self.symbolic_note = f"{type(reason).__name__}: {reason}"
-            return None
-        return self.traces.learn(record)
+        record = self.imagining.imagine(signature, args, kwargs)
+        return None if record is None else self.traces.learn(record)
 
     def _adopt(self, known: Known) -> Plan | None:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet

@@ -15,6 +15,7 @@ from ebbtide.config import Config
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError, nearest
 from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.parts import is_split, part_of
+from ebbtide.plan.shape import ModelShape
 from ebbtide.run.companions import refuse_hooks, refuse_split
 from ebbtide.run.hosted import find_hosted
 from ebbtide.run.model import COMPUTE_DTYPES, refuse_parameter
@@ -142,9 +143,15 @@ def _ssd_budget(config: Config) -> int:
     return int(min(free) * len(free) * (1 - MARGIN))
 
 
-def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
-    """Refuses model data that no placement could hold, before anything is allocated."""
+def check_fit(ledger: Ledger, config: Config, shape: ModelShape, spared: int) -> None:
+    """Refuses model data that no placement could hold, before anything is allocated. `spared`: of the device, what
+    is reserved and can be given up."""
+    grads = sum(shape.gradient_bytes) if config.updates != "in-backward" else 0
+    if config.resolved_master == "separate" and config.accumulate == 1:
+        grads = 0
+    needed = sum(shape.parameter_bytes) + sum(shape.state_bytes) + grads
     room = {tier: ledger.budgets[tier] - ledger.reserved[tier] for tier in ledger.budgets}
+    room["device"] += spared
     short = needed - sum(room.values())
     if short > 0:
         raise BudgetError(
@@ -155,6 +162,7 @@ def check_fit(ledger: Ledger, needed: int, largest: int) -> None:
             short=short,
             advice=f"raise host.memory, device.memory or ssd.memory by {short} bytes, or take a smaller model",
         )
+    largest = shape.largest
     short = largest - room["device"]
     if short > 0:
         raise BudgetError(

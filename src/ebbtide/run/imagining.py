@@ -1,0 +1,46 @@
+"""Symbolic traces of a session's passes, so that even the first iteration has a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ebbtide.intercept import Interceptor
+from ebbtide.record import Record
+from ebbtide.run.model import ModelData
+from ebbtide.run.recording import imagine
+from ebbtide.run.unmanaged import Unmanaged
+
+
+class Imagining:
+    def __init__(
+        self, module: nn.Module, data: ModelData, interceptor: Interceptor, unmanaged: Unmanaged, saved: bool
+    ) -> None:
+        """`saved`: activations may leave the device, so it is to be known which are saved."""
+        self._module, self._data, self._interceptor = module, data, interceptor
+        self._unmanaged, self._saved = unmanaged, saved
+        self.obstacle = ""
+        """Why passes of this session cannot be imagined, where that is known."""
+        self.note = ""
+        """Why there was no trace, the last time."""
+
+    def imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+        if self.obstacle:
+            self.note = self.obstacle
+            return None
+        try:
+            return imagine(
+                self._module,
+                self._data,
+                self._interceptor,
+                self._unmanaged.fixed_bytes(),
+                signature,
+                args,
+                kwargs,
+                saved=self._saved,
+            )
+        except Exception as reason:
+            # Any operator may lack a fake kernel; the first iteration is then cautious instead.
+            self.note = f"{type(reason).__name__}: {reason}"
+            return None
