@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbtide.errors import ConfigError, RanksError, StateError
 from ebbtide.memory.passage import alias
+from ebbtide.run.links import watched
 from ebbtide.run.wishes import Wish
 
 Host = tuple[str, int]
@@ -230,8 +231,12 @@ def _control_of(group: dist.ProcessGroup | None) -> tuple[Any, int]:
     key = members_of(group)
     if key not in _controls:
         # Whoever is late for a word may be evaluating, or writing a large file: half an hour at least.
-        patience = max(_timeout_of(group) or timedelta(), dist.default_pg_timeout)
-        _controls[key] = [new_group(key[1:], backend="gloo", timeout=patience), 0]
+        lost_after = _timeout_of(group) or dist.default_pg_timeout
+        patience = max(lost_after, dist.default_pg_timeout)
+        with watched(lost_after.total_seconds()):
+            made = new_group(key[1:], backend="gloo", timeout=patience)
+            dist.barrier(made)  # now at the latest they are connected
+        _controls[key] = [made, 0]
     _controls[key][1] += 1
     return _controls[key][0], _controls[key][1]
 
