@@ -95,3 +95,35 @@ def test_the_plan_chooses_slices_where_nothing_else_fits() -> None:
     tight, roomy = budgets[slices[0]][0], budgets[wholes[0]][0]
     for rank in group_of(3).run(tried, [[roomy, tight, roomy]], config):
         assert rank[0][0] and rank[0][2] == wanted
+
+
+def modes(sequences: list[int], memory: int) -> list[bool | None]:
+    """Whether exchanges were in slices in each step, with batches so long; None where there was no plan."""
+    found: list[bool | None] = []
+    config = config_of(host={"memory": "64MB"}, chunk_size="128KiB", device={"memory": memory})
+    engine = ebbtide.initialize(zoo.build("gpt2"), config)
+    for number, length in enumerate(sequences):
+        batch = {
+            key: value[:, :length] for key, value in batch_of("gpt2", number, ROUND["bf16"], "cpu").items()
+        }
+        try:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            found.append(engine.stats()["exchange_in_slices"])
+        except BudgetError:
+            found.append(None)
+    engine.close()
+    return found
+
+
+def test_only_batches_that_slices_serve_make_ranks_take_to_them() -> None:
+    """One that has no plan in any way is refused, and changes nothing."""
+    whole = int(batch_of("gpt2", 0, ROUND["bf16"], "cpu")["input_ids"].shape[1])
+    short, found = max(2, whole // 4), {}
+    for memory in range(700_000, 1_600_000, 50_000):
+        found[memory] = group_of(2).run(modes, [short, whole, short], memory)
+        assert found[memory][0] == found[memory][1]
+    seen = [tuple(ranks[0]) for ranks in found.values()]
+    assert (False, None, False) in seen  # too little for the long one
+    assert (False, True, True) in seen  # enough in slices, for good
+    assert (False, False, False) in seen

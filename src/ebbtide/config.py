@@ -131,6 +131,12 @@ class Config(Section):
                 self.clip,
                 "no clipping with updates 'in-backward': the norm is known only after backward",
             )
+        if self.updates == "in-backward" and self.nonfinite == "continue":
+            raise refuse(
+                self.key("nonfinite"),
+                self.nonfinite,
+                "'stop' with updates 'in-backward': weights change before all gradients are known",
+            )
         if self.updates == "in-backward" and self.accumulate > 1:
             raise refuse(
                 self.key("accumulate"),

@@ -42,6 +42,22 @@ class CopyEvent:
 
     synchronize = wait
 
+    def outlast(self) -> BaseException | None:
+        """Waits until it is over, and raises nothing: memory that it uses must not change hands before. An interrupt
+        (Ctrl-C) is what is returned."""
+        interrupt: BaseException | None = None
+        while not self._flag.is_set():
+            try:
+                self._flag.wait()
+            except BaseException as caught:
+                interrupt = caught
+        return interrupt
+
+    @property
+    def error(self) -> BaseException | None:
+        """Of what is over."""
+        return self._error
+
     def done(self) -> bool:
         return self._flag.is_set()
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from ebbtide.config import Config
 from ebbtide.engine.by_name import ByName
@@ -164,6 +165,14 @@ class Engine(ByName, Saved):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients enabled it is a training pass, traced and planned."""
+        session = self._session
+        idle = session.idle
+        found = self._forward(args, kwargs)
+        if idle and not session.idle and _is_final(found):
+            session.abandon()  # nobody can go back from it, so it would never end
+        return found
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -173,8 +182,7 @@ class Engine(ByName, Saved):
         session = self._session
         session.reclaim()
         if not torch.is_grad_enabled():
-            if session.lock_free is not None:
-                session.lock_free.begin_evaluation()
+            session.begin_evaluation()
             with session.interceptor.scope():
                 return self.module(*args, **kwargs)
         session.begin_training(signature_of(args, kwargs, self.module.training), args, kwargs)
@@ -202,12 +210,13 @@ class Engine(ByName, Saved):
         session.updates.regroup(self.optimizer.param_groups)
         self._losses.append(loss.detach())
         before, captured = session.updates.applied, session.updates.captured
+        outside = session.unmanaged.arrived()
         try:
             with session.reversing(last=True):
                 (loss if self._scaler is None else loss * self._scaler.scale).backward()
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.
-            if session.updates.captured != captured:
+            if session.updates.captured != captured or session.unmanaged.arrived() != outside:
                 self._clear()
             else:
                 self._losses.pop()
@@ -226,7 +235,7 @@ class Engine(ByName, Saved):
         """Forward of a micro-batch, of which several are one pass: `backpropagating` says when it ends."""
         self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
         try:
-            return self(*args, **kwargs)
+            return self._forward(args, kwargs)
         except BaseException:
             self._clear()
             raise
@@ -294,6 +303,7 @@ class Engine(ByName, Saved):
         session.meet(STEP, self.steps)
         session.average_unmanaged()
         if self.config.updates == "in-backward":
+            self._refuse_nonfinite_outside()
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
         updates = session.updates
@@ -328,6 +338,18 @@ class Engine(ByName, Saved):
         if self._scaler is not None:
             self._scaler.update(False)
         return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+
+    def _refuse_nonfinite_outside(self) -> None:
+        """With updates in backward, what is in chunks has been looked at, and updated."""
+        names = self._session.unmanaged.nonfinite()
+        if names:
+            self._session.drop_gradients()
+            self._session.unmanaged.discard()
+            self._broken = "a gradient outside the chunks was not finite, when those within were updated"
+            raise NonFiniteError(
+                f"step {self.steps + 1}: the gradient of {names[0]} is not finite; parameters in chunks have had this "
+                "step's update. Go on from a checkpoint with a lower learning rate"
+            )
 
     def _nonfinite(self, losses: list[torch.Tensor]) -> str:
         """Why the step cannot be taken, the same on all processes that train the model."""
@@ -402,3 +424,11 @@ class Engine(ByName, Saved):
             self._session.close()
             retire(self.module)
             self._tiers.close_unused()
+
+
+def _is_final(output: Any) -> bool:
+    """Whether there is no way back from what a forward pass returned. Who returns something else knows."""
+    leaves = list(tree_iter(output))
+    known = all(leaf is None or isinstance(leaf, torch.Tensor | int | float | str) for leaf in leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return known and bool(tensors) and not any(tensor.requires_grad for tensor in tensors)

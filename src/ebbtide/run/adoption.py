@@ -9,7 +9,7 @@ import torch
 from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.plan.shape import ModelShape
 from ebbtide.run.homes import Homes
-from ebbtide.run.model import ModelData, dense
+from ebbtide.run.model import TORCH_DTYPES, ModelData, dense
 from ebbtide.run.room import Room
 from ebbtide.run.setup import Choice
 from ebbtide.run.sharing import Sharing
@@ -66,7 +66,19 @@ class Adoption:
     def _first_value(self, member: int) -> torch.Tensor:
         """Flat; the same on all ranks."""
         value = self._value_here(member)
+        if not self._data.parameters[member].requires_grad:
+            value = self._as_computed(member, value)
         return value if self._sharing is None else self._sharing.same(value)
+
+    def _as_computed(self, member: int, value: torch.Tensor) -> torch.Tensor:
+        """Frozen parameters have no master, but for those in a chunk with others that are trained: rounded at once, they
+        are the same in every layout."""
+        dtype = TORCH_DTYPES[self._data.layout.chunks[self._data.places[member].chunk].dtype]
+        if dtype == torch.float32:
+            return value
+        rounded = torch.empty(value.shape, dtype=dtype)
+        self._kernels.split(value.to("cpu", torch.float32), rounded, None)
+        return rounded
 
     def _value_here(self, member: int) -> torch.Tensor:
         value = None if self._source is None else self._source.value(self._data.names[member])

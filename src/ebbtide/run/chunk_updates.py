@@ -66,6 +66,7 @@ class ChunkUpdates:
         """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
         home = self.homes[index]
         alone = [m for m in self.data.members[index] if m in self.kept]
+        self.data.notice_writes(index)
         self.open_states(index)
         self.places.forget(index)
         if home == "device":
@@ -78,6 +79,7 @@ class ChunkUpdates:
         """Updates one parameter on the device from a gradient that lies by itself, flat and in storage order."""
         index = self.data.places[member].chunk
         param = self.data.parameter_chunk(index)
+        self.data.notice_writes(index)
         self.open_states(index)
         with self.places.placed(param, "device"):
             parts = [Part(s, [(0, gradient)]) for s in self.steps.segments([member], scale)]

@@ -89,20 +89,27 @@ class Job:
         return not self._chunks
 
     def settle(self) -> None:
+        """Whatever interrupts this, the job is carried out to its end: the thread has the chunks until then."""
         if self.settled:
             return
-        try:
-            if self._event is None:
-                self.run()
-            else:
-                self._event.wait()
-        except BaseException as error:
+        error, interrupt = self._end()
+        if error is not None:
             self._failed(error)
-            self._let_go()
-            self._finish(False)
-            raise
         self._let_go()
-        self._finish(True)
+        self._finish(error is None)
+        if error is not None or interrupt is not None:
+            raise error or interrupt  # type: ignore[misc]
+
+    def _end(self) -> tuple[BaseException | None, BaseException | None]:
+        """What the job raised, and what interrupted this."""
+        if self._event is not None:
+            interrupt = self._event.outlast()
+            return self._event.error, interrupt
+        try:
+            self.run()
+        except BaseException as error:
+            return error, None
+        return None, None
 
     def _let_go(self) -> None:
         self._work = None

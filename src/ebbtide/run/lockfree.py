@@ -276,23 +276,24 @@ class LockFree:
         ]
 
     def _finish(self, turn: Turn) -> None:
-        """Waits for an update, and keeps the books of it."""
+        """Waits for an update, whatever interrupts this, and keeps the books of it."""
         progress = self.progress[turn.index]
+        interrupt = turn.event.outlast()
         progress.running = False
         progress.values = turn.values
-        try:
-            turn.event.wait()
-        except BaseException as error:
+        self.buffers.give(GRADIENTS, turn.gradients.memory)
+        for state in self.chunks.state_chunks(turn.index):
+            if self.chunks.homes[turn.index] == "ssd":
+                state.mark("ssd", True)
+        error = turn.event.error
+        if error is not None:
             progress.dropped += turn.gradients.count
             self.executor.updater.failed = f"a lock-free update ended half-way ({error})"
-            raise
-        finally:
-            self.buffers.give(GRADIENTS, turn.gradients.memory)
-            for state in self.chunks.state_chunks(turn.index):
-                if self.chunks.homes[turn.index] == "ssd":
-                    state.mark("ssd", True)
+            raise error
         progress.applied += turn.gradients.count
         progress.updates += 1
+        if interrupt is not None:
+            raise interrupt
 
     def _take_over(self, index: int) -> None:
         """The computation has the new values from now on."""

@@ -124,6 +124,8 @@ class ModelData:
         self.originals = [p.dtype for p in self.parameters]
         self.on_meta = [p.is_meta for p in self.parameters]
         self.bound = [False] * len(layout.chunks)
+        self.carry_on: Callable[[int], None] = lambda index: None
+        """Told of chunks that the user has written into in place."""
         self.before_values: Callable[[], None] = lambda: None
         """Called before values are read or written by name: pending updates end."""
         self.written_on_ssd: Callable[[int], None] = lambda index: None
@@ -175,9 +177,10 @@ class ModelData:
 
     def master_dtype(self, index: int) -> torch.dtype | None:
         """The dtype of a chunk's master, or None where the parameter is its own."""
-        if self.layout.chunks[index].dtype == "fp32":
+        dtype = self.layout.chunks[index].dtype
+        if dtype == "fp32":
             return None
-        return torch.int16 if self.master == "split" else torch.float32
+        return torch.int16 if self.master == "split" and dtype == "bf16" else torch.float32
 
     # -- binding --------------------------------------------------------------------------------------
 
@@ -231,6 +234,7 @@ class ModelData:
                 self.adopt(index)
             else:
                 self.store.written(self.computed(index), "device")
+            self.carry_on(index)
 
     def forget_writes(self, index: int) -> None:
         """What the user has written in place is overwritten, and he has been told."""
@@ -305,8 +309,8 @@ class ModelData:
 
     # -- values ---------------------------------------------------------------------------------------
 
-    def _copies(self, member: int) -> list[tuple[Chunk, str]]:
-        """The parameter's chunk and, where it has one, its master's, each with the tier to use."""
+    def copies(self, member: int) -> list[tuple[Chunk, str]]:
+        """Where a value is: the parameter's chunk and, where it has one, its master's, each with the tier to use."""
         self.before_values()
         index = self.places[member].chunk
         self.notice_writes(index)
@@ -327,7 +331,7 @@ class ModelData:
             return
         value, count = value[begin - first : end - first], end - begin
         offset = share.offset + begin - share.first
-        copies = self._copies(member)
+        copies = self.copies(member)
         changed = {chunk: torch.empty(count, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"}
         parts: list[Slices] = [
             [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, offset, count))
@@ -335,11 +339,12 @@ class ModelData:
         ]
         for start, row in cut(parts, count):
             part = value[start : start + row[0].numel()]
-            if len(row) == 1:
+            if len(row) == 1 and row[0].dtype == torch.float32:
                 row[0].copy_(part)
                 continue
             held = [piece if piece.is_cpu else torch.empty_like(piece, device="cpu") for piece in row]
-            kernels.split(part.to("cpu", torch.float32), held[0], held[1])
+            # Without a master, too: it is rounded as in a chunk that has one, so that layouts change no number.
+            kernels.split(part.to("cpu", torch.float32), held[0], held[1] if len(held) > 1 else None)
             for piece, value_there in zip(row, held, strict=True):
                 if piece is not value_there:
                     piece.copy_(value_there)
@@ -370,7 +375,7 @@ class ModelData:
             [(0, peek(self.store, chunk, offset, count))]
             if tier == "ssd"
             else list(chunk.slices(tier, offset, count))
-            for chunk, tier in self._copies(member)
+            for chunk, tier in self.copies(member)
         ]
         for start, row in cut(parts, count):
             target = out[start : start + row[0].numel()]
@@ -381,7 +386,7 @@ class ModelData:
 
     def lend_range(self, member: int, first: int, count: int) -> torch.Tensor | None:
         """The same where they lie, if that is one stretch of host memory."""
-        share, copies = self.shares[member], self._copies(member)
+        share, copies = self.shares[member], self.copies(member)
         if not count or len(copies) != 1:
             return None
         [(chunk, tier)] = copies

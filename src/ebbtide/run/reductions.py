@@ -12,10 +12,10 @@ waits for what another rank has still to come to, only for what it must have com
 other ranks in between cannot make two of them wait for each other.
 
 Note [in slices]: room for what all send of a whole chunk is kept for good. Where some rank has no plan with that much
-less, all of them go on in slices: they send each other a block of their slices at a time, and what is kept is one
-slice. Sums come out the same. It is slower, so it is for those who could not train otherwise; nothing is promised then,
-for a rank that has no use for a gather has no room either. The thread does the rounds by itself: a rank in the midst of
-user code does not keep the others waiting.
+less, or none yet, all of them go on in slices: they send each other a block of their slices at a time, and what is
+kept is one slice. Sums come out the same. It is slower, so it is for those who could not train otherwise; nothing is
+promised then, for a rank that has no use for a gather has no room either. The thread does the rounds by itself: a rank
+in the midst of user code does not keep the others waiting.
 
 Note [at once]: updates in backward follow from a sum, and ask all ranks something. They wait for the sum where they are.
 """
@@ -45,23 +45,19 @@ class Received:
 
     def __init__(self, store: ChunkStore) -> None:
         self._backend, self._ledger = store.backend, store.ledger
-        self._size = 0
+        self.size = 0
         self._memory: torch.Tensor | None = None
         self.filling: _Exchange | None = None
 
-    def reserve(self, count: int) -> None:
-        if count > self._size:
+    def resize(self, count: int) -> None:
+        if count != self.size:
             self.close()
             self._ledger.reserve("device", EXCHANGE, count)
-            self._size = count
-
-    def shrink(self, count: int) -> None:
-        self.close()
-        self.reserve(count)
+            self.size = count
 
     def take(self, count: int) -> torch.Tensor:
         if self._memory is None:
-            self._memory = self._backend.allocate("device", self._size)
+            self._memory = self._backend.allocate("device", self.size)
         return self._memory[:count]
 
     def close(self) -> None:
@@ -70,8 +66,8 @@ class Received:
         if self._memory is not None:
             self._backend.free("device", self._memory)
         self._memory = None
-        self._ledger.release("device", EXCHANGE, self._size)
-        self._size = 0
+        self._ledger.release("device", EXCHANGE, self.size)
+        self.size = 0
 
 
 class _Exchange:
@@ -136,8 +132,8 @@ class Reductions:
         self._exchanges = {size: Exchanges(crew) for size, crew in crews.items()}
         self._at_once = at_once
         self.received = Received(data.store)
-        self.in_slices = False
-        """Note [in slices]."""
+        self.in_slices = True
+        """Note [in slices]; until the first pass."""
         self._current: _Exchange | None = None
         self.waiting: set[int] = set()
         """Chunks that are reduced at the end of the pass, where some rank has gradients."""
@@ -152,16 +148,19 @@ class Reductions:
 
     def reserve(self) -> None:
         """Room for the largest chunk, or its gradients; in slices, for the largest slice of them."""
-        self.received.reserve(self._needed(self.in_slices))
+        needed = self._needed(self.in_slices)
+        if needed > self.received.size > 0:
+            self._places.room.make("device", needed - self.received.size)
+        self.received.resize(needed)
 
-    def go_in_slices(self) -> None:
-        """All ranks, between passes."""
-        self.in_slices = True
-        self.received.shrink(self._needed(True))
+    def go(self, in_slices: bool) -> None:
+        """From now on; all ranks, between passes."""
+        self.in_slices = in_slices
+        self.reserve()
 
-    def spared(self) -> int:
-        """What would be free on the device in slices."""
-        return self._needed(self.in_slices) - self._needed(True)
+    def extra(self) -> int:
+        """What exchanges of whole chunks take of the device beside what those in slices do."""
+        return self._needed(False) - self._needed(True)
 
     def _needed(self, in_slices: bool) -> int:
         wholes = [chunk for chunk in self._store.chunks.values() if chunk.kind in GATHERED]

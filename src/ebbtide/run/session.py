@@ -19,7 +19,6 @@ from torch import nn
 from ebbtide.backend import Backend
 from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
-from ebbtide.errors import BudgetError
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
 from ebbtide.layout import ALONE, Slicing, build_spread_layout, unit_elements
@@ -54,6 +53,10 @@ from ebbtide.run.traces import Known, Traces
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
 from ebbtide.run.wishes import DONE, FORWARD
+from ebbtide.run.writes import Writes
+
+MANY = 256
+"""Forward passes before one backward: whoever makes more forgot torch.no_grad, and a trace of them all has no use."""
 
 
 class Session:
@@ -100,6 +103,7 @@ class Session:
         self.sharing = None if ranks is None else self._share(ranks, kernels["device"])
         self.executor.on_gradient = self.updates.capture
         self.executor.reclaim = self.updates.taken.reclaim
+        self.data.carry_on = Writes(self.data, kernels["host"], self.updates.taken).carry_on
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
         as_they_are = backend.kind == "cpu" and ranks is None
         self.updates.kept.always = as_they_are and self._alone()
@@ -113,7 +117,7 @@ class Session:
         self.unmanaged = Unmanaged(module, choice, backend, kernels, RULES[config.optimizer.name])
         self._reserve_hosted(choice)
         self.recording = Recording(backend, self.unmanaged, self.updates.kept)
-        spared = 0 if self.sharing is None else self.sharing.reductions.spared()
+        spared = 0 if self.sharing is None else self.sharing.reductions.extra()
         check_fit(ledger, config, shape_of(self.data, self.updates), spared)
         self.interceptor = Interceptor(module, parameters, runs, units, self.executor)
         carried = HostModules(choice.hosted.values(), backend.device, self.store.traffic.moved)
@@ -132,8 +136,12 @@ class Session:
             self.imagining.obstacle = (
                 "experts are spread over ranks: how many tokens come is not known before"
             )
+        self.needs_slices = False
+        """Whether some batch had no plan with whole chunks exchanged between ranks."""
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
+        self._forwards = 0
+        """Of the pass that is under way."""
         self.micro = 0
         """Backward passes since the last update."""
         weakref.finalize(self.executor, _release, self.store)
@@ -194,7 +202,7 @@ class Session:
         shape = shape_of(self.data, self.updates)
         companions = self.updates.companions
         staged = companions is not None and companions.stages is not None
-        settings = settings_of(config, self.room.budget, self.sharing is not None or staged)
+        settings = settings_of(config, self.room.budget, self.data, self.sharing is not None or staged)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = Traces(shape, settings, cost, config.offload_activations)
         self.homes = Homes(self.updates, self.executor, self.streaming, settings, config.warmup_share)
@@ -226,12 +234,30 @@ class Session:
 
     # -- training passes ------------------------------------------------------------------------------
 
+    @property
+    def idle(self) -> bool:
+        """Whether no training pass is under way."""
+        return self.course.phase == IDLE
+
+    def begin_evaluation(self) -> None:
+        """Between passes nobody has foreseen what its activations take: as much as those of training, as far as chunks
+        have somewhere to go."""
+        if self.lock_free is not None:
+            self.lock_free.begin_evaluation()
+        if self.course.phase == IDLE and not self._alone():
+            plan = self.course.plan
+            level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
+            self.room.raise_level(level, guess=True)
+
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
         self.reclaim()
         self.interceptor.watch_gradients()
         self._notice_unfrozen()
-        if self.course.phase != IDLE:
+        self._forwards = 1 if self.course.phase == IDLE else self._forwards + 1
+        if self._forwards > MANY:
+            self._stop_recording()
+        if self._forwards > 1:
             return  # a second forward before one backward belongs to the same pass
         if self.sharing is not None:
             self.sharing.turn()
@@ -255,16 +281,22 @@ class Session:
         self.executor.begin(plan, self.recording.recorder, offset)
 
     def _begin_together(self, sharing: Sharing, known: Known | None) -> None:
-        """Where some rank has no room for a plan, exchanges of gradients take less of it from now on."""
-        before, short = sharing.reductions.in_slices, False
-        if known is not None and sharing.reductions.spared():
-            try:
-                self.traces.plan(known)
-            except BudgetError:
-                short = True
-        sharing.begin(self.micro, short)
-        if sharing.reductions.in_slices != before:
-            self.traces.replan(self.shape, self.room.budget("device"))
+        """Where some rank has no plan, gradients are exchanged in slices. Batches that need it take turns with others:
+        one is enough for all that follow."""
+        reductions, device = sharing.reductions, self.room.budget("device")
+        extra = reductions.extra()
+        whole = device - extra if reductions.in_slices else device
+        short = known is None and extra > 0 and not self._roomy()
+        if known is not None and extra and not self.traces.fits(known, whole):
+            short = self.needs_slices = self.needs_slices or self.traces.fits(known, whole + extra)
+        in_slices = sharing.begin(self.micro, short or self.needs_slices)
+        if in_slices != reductions.in_slices:
+            reductions.go(in_slices)
+            self.traces.settle(self.room.budget("device"))
+
+    def _roomy(self) -> bool:
+        """Whether the device has all, and as much as there is."""
+        return self._alone() and self.config.device.memory == "auto"
 
     def _notice_unfrozen(self) -> None:
         """Chunks whose first parameter has come to require gradients are trained from now on."""
@@ -278,6 +310,8 @@ class Session:
         for index in woken:
             data.trained[index] = True
             updates.add_chunk(index)
+            if not self.ledger.budgets[updates.homes[index]]:
+                updates.homes[index] = "device"  # a plan says nothing of state that there is not
             master = self.store.chunks.get(("master", index))
             if master is not None:
                 values = [(m, data.load_value(m, updates.kernels["host"])) for m in data.members[index]]
@@ -299,7 +333,7 @@ class Session:
 
     def _imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
-        if self._alone() and self.config.device.memory == "auto":
+        if self._roomy():
             return None
         record = self.imagining.imagine(signature, args, kwargs)
         return None if record is None else self.traces.learn(record)
@@ -355,11 +389,14 @@ class Session:
 
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
-        self.recording.abandon()
-        self.executor.recorder = None
+        self._stop_recording()
         self.executor.finish()
         for parameter in self.data.parameters:
             parameter.grad = None  # one that arrived and was not taken would be added to the next
+
+    def _stop_recording(self) -> None:
+        self.recording.abandon()
+        self.executor.recorder = None
 
     def meet(self, deed: int, number: int = 0) -> None:
         """Where ranks share the chunks, all of them are there."""

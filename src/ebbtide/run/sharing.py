@@ -89,13 +89,12 @@ class Sharing:
         self._ahead.stop()
         self._round += 1
 
-    def begin(self, micro: int, short: bool) -> None:
-        """A forward pass begins on all ranks. `short`: this one has no room for it but with exchanges in slices."""
-        self._short = short
+    def begin(self, micro: int, short: bool) -> bool:
+        """A forward pass begins on all ranks. `short`: this one has no room for it but with exchanges in slices; whether
+        some rank says so."""
         while self._serve(Wish(BEGIN, micro, self._round, int(short))) != (BEGIN, micro):
             continue
-        if self._short and not self.reductions.in_slices:
-            self.reductions.go_in_slices()
+        return self._short
 
     def gather(self, index: int) -> None:
         """Starts bringing a whole chunk to the device; other ranks are served until it is this one's turn."""
@@ -188,7 +187,7 @@ class Sharing:
         alike = wanting == self.ranks.size and all(one.check == first.check for one in wishes)
         if first.deed in (GATHER, REDUCE) and alike:
             self._ahead.did(first.item)
-        elif first.deed == BEGIN and alike and not (self._short or self.reductions.in_slices):
+        elif first.deed == BEGIN and alike and not first.check:  # in slices there is no room for promises
             self._ahead.begin()
         elif all(one.deed == END for one in wishes):
             self._ahead.end()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from ebbtide.config import Config
 from ebbtide.plan.execute import step_seconds
 from ebbtide.plan.job import Job
@@ -26,8 +28,10 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     return ModelShape(data.run_chunks, places, params, grads, states, whole)
 
 
-def settings_of(config: Config, budget: Callable[[str], int], shared: bool) -> Settings:
+def settings_of(config: Config, budget: Callable[[str], int], data: ModelData, shared: bool) -> Settings:
     """`budget` by tier; `shared`: gradients do not just arrive, one by one: ranks reduce them, stages add them up."""
+    every = range(len(data.layout.chunks))
+    separate = all(data.master_dtype(i) == torch.float32 for i in every if data.trained[i])
     return Settings(
         budget("device"),
         budget("host"),
@@ -36,7 +40,7 @@ def settings_of(config: Config, budget: Callable[[str], int], shared: bool) -> S
         config.prefetch,
         config.accumulate,
         config.updates == "in-backward",
-        config.resolved_master == "separate"
+        separate
         and config.accumulate == 1
         and config.updates == "exact"
         and not shared

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ebbtide.errors import BudgetError
 from ebbtide.plan.activations import OFF
 from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.bound import least_traffic
@@ -22,7 +23,8 @@ class Known:
     """What is known of one kind of input."""
 
     record: Record
-    plan: Plan | None = None
+    plans: dict[int, Plan | None] = field(default_factory=dict)
+    """By bytes of the device; None where there is none."""
     stale: bool = False
     """Execution left this trace: it is used as far as it goes, and made again."""
 
@@ -68,14 +70,24 @@ class Traces:
             self.count -= 1
 
     def plan(self, known: Known) -> Plan:
-        if known.plan is None:
-            known.plan = self._make(known.record)
-        return known.plan
+        found = known.plans.get(self.settings.device)
+        if found is None:
+            found = known.plans[self.settings.device] = self._make(known.record, self.settings)
+        return found
 
-    def _make(self, record: Record) -> Plan:
+    def fits(self, known: Known, device: int) -> bool:
+        """Whether there is a plan with so much of the device."""
+        if device not in known.plans:
+            try:
+                known.plans[device] = self._make(known.record, replace(self.settings, device=device))
+            except BudgetError:
+                known.plans[device] = None
+        return known.plans[device] is not None
+
+    def _make(self, record: Record, settings: Settings) -> Plan:
         if self.offload == OFF:
-            return make_plan(self.shape, record, self.settings, self.cost)
-        return plan_afloat(self.shape, record, self.settings, self.offload, self.cost)
+            return make_plan(self.shape, record, settings, self.cost)
+        return plan_afloat(self.shape, record, settings, self.offload, self.cost)
 
     def highest(self) -> int:
         """The highest tide that any known kind of input has."""
@@ -87,9 +99,13 @@ class Traces:
             self._least = (record, least_traffic(self.shape, record, self.settings))
         return self._least[1]
 
+    def settle(self, device: int) -> None:
+        """The chunks have more or less of the device from now on."""
+        self.settings, self._least = replace(self.settings, device=device), None
+
     def replan(self, shape: ModelShape, device: int) -> None:
-        """The model's chunks have changed, or what they have of the device: every plan is made again."""
-        self.shape, self._least = shape, None
-        self.settings = replace(self.settings, device=device)
+        """The model's chunks have changed: every plan is made again."""
+        self.shape = shape
+        self.settle(device)
         for known in self._known.values():
-            known.plan = None
+            known.plans.clear()

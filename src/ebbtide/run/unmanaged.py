@@ -16,7 +16,10 @@ from ebbtide.backend import Backend
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.run.model import dense, laid_like
 from ebbtide.run.setup import Choice
+from ebbtide.run.writes import follow
 from ebbtide.tracing.meter import storage_bytes
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class Unmanaged:
@@ -34,6 +37,8 @@ class Unmanaged:
         self.masters: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self.steps = dict.fromkeys(self.parameters, 0)
+        self._versions: dict[str, int] = {}
+        """Of parameters with a master, as we left them."""
         self.storages: set[int] = set()
 
     def take_over(self, choice: Choice) -> None:
@@ -41,16 +46,13 @@ class Unmanaged:
         for name, parameter in self.parameters.items():
             target = choice.dtypes[name]
             value = parameter.detach()
-            if (
-                value.is_floating_point()
-                and target in (torch.bfloat16, torch.float16)
-                and _trainable(parameter)
-            ):
+            if value.is_floating_point() and target in HALVES and _trainable(parameter):
                 master = dense(value).to(self._device(name), torch.float32, copy=True)
                 self.masters[name] = master
                 flat = torch.empty_like(master, dtype=target)
                 self.kernels_of(name).split(master, flat, master)
                 parameter.data = flat.as_strided(value.shape, value.stride())
+                self._versions[name] = parameter._version
             else:
                 parameter.data = value.to(self._device(name), target)
             self.storages.add(parameter.untyped_storage()._cdata)
@@ -85,13 +87,28 @@ class Unmanaged:
         return total
 
     def fixed_bytes(self) -> int:
-        """Bytes that are on the device in every moment."""
+        """Bytes that are on the device in every moment of training: state that the first update makes, too."""
         names = [name for name in self.parameters if name not in self.hosted]
+        missing = sum(self._missing(name) for name in names)
         tensors: list[torch.Tensor] = [self.parameters[name].detach() for name in names]
         tensors += list(self.module.buffers())
         tensors += [self.masters[name] for name in names if name in self.masters]
         tensors += [state for name in names for state in self.states.get(name, ())]
-        return storage_bytes(tensors)
+        return storage_bytes(tensors) + missing
+
+    def _missing(self, name: str) -> int:
+        """Bytes of master and optimizer state that training adds."""
+        parameter = self.parameters[name]
+        if not _trainable(parameter):
+            return 0
+        master = parameter.dtype in HALVES and name not in self.masters
+        states = 0 if name in self.states else len(self.rule.states)
+        return 4 * parameter.numel() * (master + states)
+
+    def arrived(self) -> list[tuple[int, int] | None]:
+        """Changes with every gradient that comes, or is added to."""
+        grads = [parameter.grad for parameter in self.parameters.values()]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
     def squares(self) -> dict[str, float]:
         """The sum of squares of each gradient that is there."""
@@ -111,6 +128,7 @@ class Unmanaged:
             if parameter.grad is None or group is None:
                 continue
             self.open_states(name)
+            self.master_of(name)
             self.steps[name] += 1
             coefficients = self.rule.coefficients(group, self.steps[name], scale)
             operands = Operands(
@@ -125,6 +143,17 @@ class Unmanaged:
             shape, device = (self.parameters[name].numel(),), self._device(name)
             self.states[name] = tuple(torch.zeros(shape, device=device) for _ in self.rule.states)
 
+    def master_of(self, name: str) -> torch.Tensor | None:
+        """With what the user has written in place; where there is none, for the parameter was frozen, it gets one."""
+        parameter, master = self.parameters[name], self.masters.get(name)
+        flat = dense(parameter.detach())
+        if master is None and parameter.dtype in HALVES and _trainable(parameter):
+            self.masters[name] = flat.float()
+        elif master is not None and parameter._version != self._versions[name]:
+            follow(flat, master, self.kernels_of(name))
+        self._versions[name] = parameter._version
+        return self.masters.get(name)
+
     def write(self, name: str, value: torch.Tensor) -> None:
         """A new value, rounded as an update's is."""
         parameter, master = self.parameters[name].detach(), self.masters.get(name)
@@ -134,6 +163,7 @@ class Unmanaged:
         laid = torch.empty_strided(parameter.shape, parameter.stride())
         master.copy_(dense(laid.copy_(value)))
         self.kernels_of(name).split(master, dense(parameter), master)
+        self._versions[name] = self.parameters[name]._version
 
     def discard(self) -> None:
         for parameter in self.parameters.values():

@@ -124,7 +124,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
 def _unmanaged(session: Session, everything: bool) -> Iterator[Part]:
     unmanaged = session.unmanaged
     for name, parameter in unmanaged.parameters.items():
-        master = unmanaged.masters.get(name)
+        master = unmanaged.master_of(name)
         value = parameter.detach()
         if master is None:
             yield _of_tensor(f"{WEIGHTS}/{name}", value)

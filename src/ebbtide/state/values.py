@@ -24,7 +24,7 @@ def load(session: Session, name: str) -> torch.Tensor:
     """Of a parameter that tensor parallelism has split, this process's part."""
     if name in session.unmanaged.parameters:
         parameter = session.unmanaged.parameters[name].detach()
-        master = session.unmanaged.masters.get(name)
+        master = session.unmanaged.master_of(name)
         if master is None:
             return parameter.to("cpu", torch.float32 if parameter.is_floating_point() else None, copy=True)
         return master.cpu().clone().as_strided(parameter.shape, parameter.stride())
