@@ -9,7 +9,6 @@ events that the host itself synchronises with before it reads, writes or reuses 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import psutil
 import torch
 
+from ebbtide.backend.arena import Arena
 from ebbtide.backend.base import Event
 from ebbtide.backend.pages import map_memory
-from ebbtide.backend.slabs import Slabs, users
+from ebbtide.backend.slabs import users
 from ebbtide.errors import BudgetError
-from ebbtide.units import format_size, round_up
-
-_SEGMENT = 1 << 30
+from ebbtide.units import format_size
 
 
 class StreamEvent:
@@ -46,32 +44,26 @@ class StreamEvent:
         return self._event.query()
 
 
-class _Registered:
-    """Host memory in large segments, each registered with the driver once and kept until the process ends."""
+def _register(count: int) -> torch.Tensor:
+    segment = map_memory(count)
+    code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), count, 0)
+    if int(code) != 0:
+        raise BudgetError(
+            f"host: the driver could not register {format_size(count)} of memory (CUDA error {int(code)})",
+            tier="host",
+            short=count,
+            advice="lower host.memory, or raise the limit on locked memory (ulimit -l)",
+        )
+    return segment
 
-    def __init__(self) -> None:
-        self._segment: torch.Tensor | None = None
-        self._used = 0
 
-    def __call__(self, count: int) -> torch.Tensor:
-        step = round_up(count, mmap.PAGESIZE)
-        if self._segment is None or self._used + step > self._segment.numel():
-            self._segment = map_memory(max(_SEGMENT, step))
-            self._used = 0
-            self._register(self._segment)
-        memory = self._segment[self._used : self._used + count]
-        self._used += step
-        return memory
+def _unregister(segment: torch.Tensor) -> bool:
+    """What the driver keeps must stay mapped."""
+    return int(torch.cuda.cudart().cudaHostUnregister(segment.data_ptr())) == 0
 
-    def _register(self, segment: torch.Tensor) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), segment.numel(), 0)
-        if int(code) != 0:
-            raise BudgetError(
-                f"host: the driver could not register {format_size(segment.numel())} of memory (CUDA error {int(code)})",
-                tier="host",
-                short=segment.numel(),
-                advice="lower host.memory, or raise the limit on locked memory (ulimit -l)",
-            )
+
+REGISTERED = Arena(_register, _unregister)
+"""Of all back ends of the process: registering takes time, and what one engine leaves serves the next."""
 
 
 class CudaBackend:
@@ -80,7 +72,6 @@ class CudaBackend:
     def __init__(self, poison: bool = False) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._poison = poison
-        self._host = Slabs(_Registered())
         self._streams = {
             link: torch.cuda.Stream(self.device) for link in ("host_to_device", "device_to_host")
         }
@@ -97,11 +88,13 @@ class CudaBackend:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
 
     def allocate(self, tier: str, count: int) -> torch.Tensor:
-        self._held[tier] += count
         if tier == "host":
-            return self._host.take(count)
+            memory = REGISTERED.take(count)
+            self._held[tier] += count
+            return memory
         self._changes()
         memory = torch.empty(count, dtype=torch.uint8, device=self.device)
+        self._held[tier] += count
         self._changed()
         self._storages.add(memory.untyped_storage()._cdata)
         return memory
@@ -111,7 +104,7 @@ class CudaBackend:
             memory.fill_(0xFF)
         if tier == "host":
             self._held[tier] -= memory.numel()
-            self._host.put(memory)
+            REGISTERED.put(memory)
             return
         self._changes()
         self._held[tier] -= memory.numel()

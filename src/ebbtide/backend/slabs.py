@@ -1,15 +1,13 @@
 """Mapped host memory, by size, kept for reuse.
 
-Fresh memory costs four times a refill on first touch (and on a GPU machine a registration), so what is freed is
-kept; it is given up only when more of other sizes is asked for than was ever handed out at once, and then its huge pages
-go to what is asked for (`backend.pages`).
+Fresh memory costs four times a refill on first touch, so what is freed is kept; it is given up only when more of other
+sizes is asked for than was ever handed out at once, and then its huge pages go to what is asked for (`backend.pages`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 
@@ -17,9 +15,7 @@ from ebbtide.backend.pages import HUGE, Mapping, give_back
 
 
 class Slabs:
-    def __init__(self, source: Callable[[int], torch.Tensor] | None = None) -> None:
-        """`source` makes slabs that are never given up; without one they are mapped, and are."""
-        self._source = source
+    def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._kept = 0
         """Bytes of free slabs and of loose pages."""
@@ -41,7 +37,7 @@ class Slabs:
         if stack:
             self._kept -= count
             return stack.pop()
-        return self._source(count) if self._source is not None else self._map(count)
+        return self._map(count)
 
     def put(self, slab: torch.Tensor) -> None:
         count = slab.numel()
@@ -51,8 +47,7 @@ class Slabs:
 
     def trim(self, most: int) -> None:
         """Gives back what is free until no more than `most` bytes of it are kept."""
-        if self._source is None:
-            self._keep(most, 0)
+        self._keep(most, 0)
 
     def _map(self, count: int) -> torch.Tensor:
         mapping = Mapping(count)
