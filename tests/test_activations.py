@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ebbtide
 import zoo
 from ebbtide.backend import CpuBackend
+from ebbtide.backend.cpu import CopyEvent
 from ebbtide.config import Config
 from ebbtide.engine import Engine, Tiers
 from ebbtide.errors import BudgetError, ConfigError, StateError
@@ -400,6 +401,64 @@ def test_a_slow_link_costs_time_and_no_memory(small: None, room: int) -> None:
     assert count.peak <= budget + room and ledger.peak["device"] <= budget + room
     assert not engine.stats()["diverged"] and engine.stats()["offloaded_bytes"] > 0
     engine.close()
+    backend.close()
+
+
+class Queued:
+    """The end of a copy on a GPU: the computation comes after it, and the host does not wait for that."""
+
+    def __init__(self, copied: CopyEvent) -> None:
+        self._copied, self.over = copied, False
+
+    def wait(self) -> None:
+        self._copied.wait()
+
+    def synchronize(self) -> None:
+        self._copied.synchronize()
+        self.over = True
+
+    def done(self) -> bool:
+        return self.over
+
+
+class LongQueue(CpuBackend):
+    """As a GPU whose queue is long: as far as the host knows, no copy to the device is over until it waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__(poison=True)
+        self.reading: list[tuple[int, int, Queued]] = []
+        self.copies = self.torn = 0
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, link: str, after: Any = None) -> Any:
+        copied = super().copy(destination, source, link, after)
+        if link != "host_to_device":
+            return copied
+        first, event = source.data_ptr(), Queued(copied)
+        self.reading.append((first, first + source.numel(), event))
+        self.copies += 1
+        return event
+
+    def free(self, tier: str, memory: torch.Tensor) -> None:
+        first, last = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        self.reading = [one for one in self.reading if not one[2].over]
+        self.torn += sum(start < last and first < end for start, end, _ in self.reading)
+        super().free(tier, memory)
+
+
+@pytest.mark.parametrize("host", [10**9, 1_500_000])
+def test_host_memory_is_kept_until_what_is_read_from_it_has_been_read(small: None, host: int) -> None:
+    budget = 700_000
+    config = config_of(offload_activations="all", device={"memory": budget}, host={"memory": host})
+    backend = LongQueue()
+    ledger = Ledger({"device": budget, "host": host, "ssd": 0})
+    engine = Engine(zoo.build("gpt2"), Config.read(config), tiers=Tiers(backend, ledger))
+    for number in range(4):
+        step(engine, number)
+    assert engine.weights_sha256() == reference()
+    assert engine.stats()["offloaded_bytes"] > 0 and backend.copies
+    engine.close()
+    assert not backend.torn
+    assert backend.held() == {"device": 0, "host": 0} and ledger.reserved["host"] == 0
     backend.close()
 
 

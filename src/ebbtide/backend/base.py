@@ -23,15 +23,16 @@ class Event(Protocol):
     def done(self) -> bool: ...
 
 
-def wait_for_all(events: Iterable[Event]) -> BaseException | None:
+def wait_for_all(events: Iterable[Event], host: bool = False) -> BaseException | None:
     """Waits until every event is over, and returns the first error. Memory and extents that a copy still uses must not
-    change hands, so an interrupt (Ctrl-C) has to wait, too: it is what is returned then."""
+    change hands, so an interrupt (Ctrl-C) has to wait, too: it is what is returned then. `host`: it is the host that
+    waits, for memory which it reads, writes or hands on itself."""
     failed: BaseException | None = None
     for event in events:
         over = False
         while not over:
             try:
-                event.wait()
+                event.synchronize() if host else event.wait()
                 over = True
             except Exception as error:
                 failed = failed or error

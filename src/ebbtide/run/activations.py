@@ -279,6 +279,7 @@ class Activations:
                 except BaseException:
                     self._give_up_return(stored)
                     raise
+                stored.landed = back
             if stored.flat is None:
                 raise StateError(
                     "backward after engine.close(): what the graph saved is gone; close the engine later"
@@ -306,7 +307,8 @@ class Activations:
             if not wait and remains.events and not remains.soon:
                 self._dead.append(remains)
                 continue
-            failed = wait_for_all(remains.events)  # nobody wants what was copied; it only has to be over
+            # Nobody wants what was copied; it only has to be over, for the host's memory is anybody's then.
+            failed = wait_for_all(remains.events, host=True)
             if remains.recorder is not None:
                 remains.recorder.shift(-remains.copy.nbytes)
             remains.copy.give_back()

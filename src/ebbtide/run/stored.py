@@ -44,7 +44,8 @@ class Remains(NamedTuple):
 class Stored:
     """A storage that was saved for backward: on the device (`flat`), elsewhere (`copy`), or both.
 
-    `back` is the event of the copy back; `away` says that the device's copy has gone.
+    `back` is the event of the copy back; `landed` is the same once the computation waits for it, which on a GPU is
+    before it is over; `away` says that the device's copy has gone.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Stored:
         "dead",
         "flat",
         "key",
+        "landed",
         "number",
         "recorder",
         "size",
@@ -74,6 +76,7 @@ class Stored:
         )
         self.copy: Shelved | None = None
         self.back: Event | None = None
+        self.landed: Event | None = None
         self.trip: Trip | None = None
         self.away = False
         self.recorder: Recorder | None = None
@@ -101,7 +104,9 @@ class Stored:
         # A copy to the host keeps what it reads itself.
         busy = self.back is not None or not all(one.done() for one in crossings)
         flat = self.flat if busy else None
-        return Remains(self.copy, self.back, flat, self.recorder if self.away else None)
+        # What has landed may still be read from the host; the device's memory is safe, in the computation's order.
+        back = self.landed if self.back is None else self.back
+        return Remains(self.copy, back, flat, self.recorder if self.away else None)
 
     def __del__(self) -> None:
         if self.copy is not None:
