@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -150,6 +152,34 @@ def test_odd_models_train_alike(
     engine = make(kind, accumulate=accumulate, **place)
     assert train(engine, 4 * accumulate) == expected
     assert (sum(engine.stats()["moved_bytes"].values()) > 0) == bool(place) or kind is Normed
+
+
+class Shallow(Net):
+    """Stochastic depth: a layer is left out by chance."""
+
+    chance: Callable[[], float] = staticmethod(random.random)
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if self.chance() < 0.5 else layer(x)
+
+
+class ShallowByNumpy(Shallow):
+    chance = staticmethod(np.random.random)
+
+
+@pytest.mark.parametrize("kind", [Shallow, ShallowByNumpy])
+def test_chance_is_the_plain_loops(make: Any, kind: type[nn.Module], place: dict[str, Any]) -> None:
+    """Where there is a plan to be made, too: a pass that is only imagined leaves no trace in what is drawn after it."""
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+
+    seed()
+    expected = plain(kind, 6)
+    engine = make(kind, **place)
+    seed()
+    assert train(engine, 6) == expected
 
 
 def test_buffers_are_the_plain_loops(make: Any, place: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ fake kernel) says why, and the first iteration is cautious instead.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -200,6 +202,7 @@ def _trace(
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
     with (
+        _undrawn(),
         _unchanged(module, partial(_imagined, mode, parameters), kept),
         even_load(module),
         substituted(observer, fake),
@@ -207,7 +210,6 @@ def _trace(
         mode,
         known,
         meter,
-        torch.random.fork_rng(devices=[]),
     ):
         given = partial(_imagined, mode, replace(parameters, buffers=None))
         fake_args, fake_kwargs = _once(given, (args, kwargs))
@@ -264,6 +266,21 @@ def _imagined(mode: FakeTensorMode, parameters: FakeParameters, value: torch.Ten
         with mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=parameters.device)
     return mode.from_tensor(value)
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """What is drawn at random meanwhile is drawn again after it: by torch, Python, and NumPy where that is in use."""
+    numpy = sys.modules.get("numpy.random")
+    drawn = numpy.get_state(legacy=False) if numpy is not None else None
+    python = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(drawn)
 
 
 @contextmanager
