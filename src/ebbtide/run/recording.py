@@ -27,14 +27,27 @@ class Recording:
         self.recorder: Recorder | None = None
         self._backend, self._unmanaged, self._kept = backend, unmanaged, kept
         self._meter: Any = None
-        self._over: tuple[Record, Any] | None = None
+        self._beside = 0
+        """Bytes of a GPU that others than the engine had when it began."""
+        self._before = 0
+        """Bytes of non-model data that the meter saw when the pass began."""
+        self._over: tuple[Record, Any, int] | None = None
         kept.claimed = self._claim
+
+    def begin(self) -> None:
+        """The engine holds the model. What else is on a GPU by now (a teacher) lies beside the budget, which is of what
+        was free; but what the model has outside the chunks, every plan counts."""
+        backend = self._backend
+        if backend.kind == "cuda":
+            found = torch.cuda.memory_allocated(backend.device) - backend.held()["device"]
+            self._beside = max(0, found - self._unmanaged.fixed_bytes())
 
     def start(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         backend = self._backend
         if backend.kind == "cuda":
-            self._meter = AllocatorMeter(backend.device, lambda: backend.held()["device"])
-            fixed = 0
+            self._meter = AllocatorMeter(backend.device, lambda: backend.held()["device"], self._beside)
+            fixed = 0  # it is among what the allocator counts
+            self._before = self._meter.alive()
         else:
             self._meter = StorageMeter(self._is_model_data, backend.device)
             self._meter.note((args, kwargs))
@@ -55,7 +68,7 @@ class Recording:
         """The pass is over; False where it was not recorded."""
         if self.recorder is None:
             return False
-        self._over = (self.recorder.finish(), self._meter)
+        self._over = (self.recorder.finish(), self._meter, self._before)
         self.abandon()
         return True
 
@@ -69,11 +82,12 @@ class Recording:
         return None if self._over is None else self._over[0]
 
     def take(self) -> Record | None:
-        """The record of a pass that is over, once: with what is alive when the next one is about to start."""
+        """The record of a pass that is over, once: with what it left alive when the next one is about to start. What was
+        there before it did, its moments have already."""
         if self._over is None:
             return None
-        (record, meter), self._over = self._over, None
-        return record.carrying(max(0, meter.alive()))
+        (record, meter, before), self._over = self._over, None
+        return record.carrying(max(0, meter.alive() - before))
 
     def _claim(self, storage: int) -> None:
         """A gradient is kept as it is: no longer non-model data."""

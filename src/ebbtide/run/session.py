@@ -151,6 +151,7 @@ class Session:
         except BaseException:
             self.undo(source)
             raise
+        self.recording.begin()
         peers.add(self.room)
 
     # -- setting up -----------------------------------------------------------------------------------

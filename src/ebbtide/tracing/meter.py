@@ -119,17 +119,19 @@ class StorageMeter(TorchDispatchMode):
 
 
 class AllocatorMeter:
-    """CUDA: what the caching allocator counts, less our chunks."""
+    """CUDA: what the caching allocator counts, less our chunks and what lies beside the budget."""
 
-    def __init__(self, device: torch.device, ours: Callable[[], int]) -> None:
+    def __init__(self, device: torch.device, ours: Callable[[], int], beside: int = 0) -> None:
         self._device = device
         self._ours = ours
+        self._beside = beside
         self._peak = 0
         torch.cuda.reset_peak_memory_stats(device)
 
     def split(self) -> None:
         """Called before chunk bytes change: what was seen so far is taken with the old chunk bytes."""
-        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device) - self._ours())
+        most = torch.cuda.max_memory_allocated(self._device) - self._ours() - self._beside
+        self._peak = max(self._peak, most)
 
     def restart(self) -> None:
         """Called after chunk bytes have changed."""
@@ -142,7 +144,8 @@ class AllocatorMeter:
         return peak
 
     def alive(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._ours()
+        # Less than nothing where somebody has given up what lay beside the budget.
+        return max(0, torch.cuda.memory_allocated(self._device) - self._ours() - self._beside)
 
     def take_work(self) -> tuple[Work, ...]:
         return ()
