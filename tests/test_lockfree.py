@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -299,6 +299,23 @@ def test_evaluation_in_between_changes_nothing(folder: Path, host: bool) -> None
                 engine.backward(sum(losses, torch.zeros(())))
                 engine.step()
                 total -= 2
+        check(engine, total)
+
+
+@TIERS
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@with_sums
+def test_training_goes_on_after_an_evaluation(folder: Path, host: bool, mode: Callable[[], Any]) -> None:
+    """Whatever the evaluation had memory made for: what it evaluates with, and what updates need meanwhile."""
+    with chain(folder, host, throttled(300), max_staleness=8) as engine:
+        total = train(engine, 1)
+        with mode():
+            for _ in range(12):
+                engine(torch.ones(LAYERS))
+                time.sleep(0.01)
+        for _ in range(3):
+            total += train(engine, 1)
+            time.sleep(0.05)
         check(engine, total)
 
 

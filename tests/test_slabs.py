@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.backend import pages
+from ebbtide.backend import CpuBackend, pages
+from ebbtide.backend.arena import Arena
 from ebbtide.backend.pages import HUGE, map_memory
 from ebbtide.backend.slabs import Slabs
 
@@ -113,6 +114,32 @@ def test_without_mappings_to_spare_pages_are_fresh_ones(monkeypatch: pytest.Monk
     assert not slab.any()
     slab.fill_(1)
     assert resident() <= before + (1 << 20)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_memory_that_an_evaluation_asked_for_can_be_trained(tier: str) -> None:
+    """Chunks come back while torch.inference_mode is on, and later passes have their memory."""
+    backend = CpuBackend()
+    with torch.inference_mode():
+        first = backend.allocate(tier, 12345)
+        assert not first.is_inference() and not first[4:].view(torch.int8).is_inference()
+        backend.free(tier, first)
+        again = backend.allocate(tier, 12345)
+    assert again is first and not again.is_inference()
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.data = again[:12].view(torch.float32)
+    (parameter * parameter).sum().backward()
+    assert parameter._version == 0
+    backend.close()
+
+
+def test_registered_memory_that_an_evaluation_asked_for_can_be_trained() -> None:
+    arena = Arena(map_memory, lambda segment: True, least=HUGE)
+    with torch.inference_mode():
+        memory = arena.take(12345)
+        assert not memory.is_inference()
+        arena.put(memory)
+        assert not arena.take(4096).is_inference()
 
 
 def test_slabs_that_nobody_holds_give_their_loose_pages_back() -> None:

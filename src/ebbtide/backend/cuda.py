@@ -93,7 +93,9 @@ class CudaBackend:
             self._held[tier] += count
             return memory
         self._changes()
-        memory = torch.empty(count, dtype=torch.uint8, device=self.device)
+        # What is made in inference mode could never be trained.
+        with torch.inference_mode(False):
+            memory = torch.empty(count, dtype=torch.uint8, device=self.device)
         self._held[tier] += count
         self._changed()
         self._storages.add(memory.untyped_storage()._cdata)

@@ -77,7 +77,9 @@ class Mapping:
         self._end = weakref.finalize(buffer, _unmap, self.address, self.nbytes, self._moved)
         # At exit the process gives everything back, and tensors may be looked at until then.
         self._end.atexit = False
-        return torch.frombuffer(buffer, dtype=torch.uint8, count=self.count)
+        # Whoever asks, it is used again and again, and what is made in inference mode could never be trained.
+        with torch.inference_mode(False):
+            return torch.frombuffer(buffer, dtype=torch.uint8, count=self.count)
 
     @property
     def pages(self) -> int:
