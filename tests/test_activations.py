@@ -445,7 +445,7 @@ class LongQueue(CpuBackend):
         super().free(tier, memory)
 
 
-@pytest.mark.parametrize("host", [10**9, 1_500_000])
+@pytest.mark.parametrize("host", [10**9, 3_200_000])
 def test_host_memory_is_kept_until_what_is_read_from_it_has_been_read(small: None, host: int) -> None:
     budget = 700_000
     config = config_of(offload_activations="all", device={"memory": budget}, host={"memory": host})

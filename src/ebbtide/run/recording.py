@@ -30,7 +30,7 @@ class Recording:
         self._beside = 0
         """Bytes of a GPU that others than the engine had when it began."""
         self._before = 0
-        """Bytes of non-model data that the meter saw when the pass began."""
+        """Bytes that the meter saw when the pass began, and those of state that is to come."""
         self._over: tuple[Record, Any, int] | None = None
         kept.claimed = self._claim
 
@@ -40,14 +40,15 @@ class Recording:
         backend = self._backend
         if backend.kind == "cuda":
             found = torch.cuda.memory_allocated(backend.device) - backend.held()["device"]
-            self._beside = max(0, found - self._unmanaged.fixed_bytes())
+            there = self._unmanaged.fixed_bytes() - self._unmanaged.missing_bytes()
+            self._beside = max(0, found - there)
 
     def start(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         backend = self._backend
         if backend.kind == "cuda":
             self._meter = AllocatorMeter(backend.device, lambda: backend.held()["device"], self._beside)
-            fixed = 0  # it is among what the allocator counts
-            self._before = self._meter.alive()
+            fixed = self._unmanaged.missing_bytes()  # the rest is among what the allocator counts
+            self._before = self._meter.alive() + fixed
         else:
             self._meter = StorageMeter(self._is_model_data, backend.device)
             self._meter.note((args, kwargs))
@@ -87,7 +88,8 @@ class Recording:
         if self._over is None:
             return None
         (record, meter, before), self._over = self._over, None
-        return record.carrying(max(0, meter.alive() - before))
+        missing = self._unmanaged.missing_bytes() if isinstance(meter, AllocatorMeter) else 0
+        return record.carrying(max(0, meter.alive() + missing - before))
 
     def _claim(self, storage: int) -> None:
         """A gradient is kept as it is: no longer non-model data."""

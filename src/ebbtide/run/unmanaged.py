@@ -89,12 +89,15 @@ class Unmanaged:
     def fixed_bytes(self) -> int:
         """Bytes that are on the device in every moment of training: state that the first update makes, too."""
         names = [name for name in self.parameters if name not in self.hosted]
-        missing = sum(self._missing(name) for name in names)
         tensors: list[torch.Tensor] = [self.parameters[name].detach() for name in names]
         tensors += list(self.module.buffers())
         tensors += [self.masters[name] for name in names if name in self.masters]
         tensors += [state for name in names for state in self.states.get(name, ())]
-        return storage_bytes(tensors) + missing
+        return storage_bytes(tensors) + self.missing_bytes()
+
+    def missing_bytes(self) -> int:
+        """Of these, what is not there yet."""
+        return sum(self._missing(name) for name in self.parameters if name not in self.hosted)
 
     def _missing(self, name: str) -> int:
         """Bytes of master and optimizer state that training adds."""
