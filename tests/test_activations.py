@@ -445,12 +445,10 @@ class LongQueue(CpuBackend):
         super().free(tier, memory)
 
 
-@pytest.mark.parametrize("host", [10**9, 3_200_000])
-def test_host_memory_is_kept_until_what_is_read_from_it_has_been_read(small: None, host: int) -> None:
-    budget = 700_000
-    config = config_of(offload_activations="all", device={"memory": budget}, host={"memory": host})
-    backend = LongQueue()
-    ledger = Ledger({"device": budget, "host": host, "ssd": 0})
+def test_host_memory_is_kept_until_it_has_been_read(small: None) -> None:
+    budgets = {"device": 700_000, "host": 10**9, "ssd": 0}
+    backend, ledger = LongQueue(), Ledger(budgets)
+    config = config_of(offload_activations="all", **TIGHT)
     engine = Engine(zoo.build("gpt2"), Config.read(config), tiers=Tiers(backend, ledger))
     for number in range(4):
         step(engine, number)

@@ -182,8 +182,7 @@ class Engine(ByName, Saved):
         session = self._session
         session.reclaim()
         if not torch.is_grad_enabled():
-            session.begin_evaluation()
-            with session.interceptor.scope():
+            with session.evaluating():
                 return self.module(*args, **kwargs)
         session.begin_training(signature_of(args, kwargs, self.module.training), args, kwargs)
         with session.running():

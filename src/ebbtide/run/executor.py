@@ -157,6 +157,11 @@ class Executor:
 
     def _tick(self, what: int) -> None:
         """The next moment: release what backward has done with, then do what the plan has for it."""
+        if torch.is_inference_mode_enabled():
+            # Views that are made in inference mode could never be written after it, by those beside the pass either.
+            with torch.inference_mode(False), torch.no_grad():
+                self._tick(what)
+            return
         if self._reversing:
             self._sweep()
         self._catch_up()

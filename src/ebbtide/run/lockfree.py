@@ -194,9 +194,7 @@ class LockFree:
             index = self._choose(first, forced)
             if index is None:
                 return
-            # In an evaluation, too: what is made in inference mode, the thread could not write.
-            with torch.inference_mode(False):
-                self._start(index)
+            self._start(index)
 
     def _bring(self, chunk: Chunk) -> None:
         """Makes the chunk's copy on the tier next to SSD valid, and quiet."""

@@ -140,10 +140,18 @@ class Places:
     def _adopt(self, index: int) -> None:
         """The user has written to a gathered chunk: this rank's slice of it is what counts."""
         whole, param = self.data.computed(index), self.data.parameter_chunk(index)
-        with self.placed(param, "device"):
-            first = self.store.slicing.rank % self.store.crew(index) * param.size
-            param.view().copy_(whole.view()[first : first + param.size])
-            self.store.written(param, "device")
+        first = self.store.slicing.rank % self.store.crew(index) * param.size
+        # It may be on its way off the device for want of room: then nothing else is brought there.
+        tier = "device" if param.device is not None else self.store.near
+        whole.pins += 1
+        try:
+            with self.placed(param, tier):
+                mine = whole.view()[first : first + param.size]
+                for start, piece in param.slices(tier, 0, param.size):
+                    piece.copy_(mine[start : start + piece.numel()])
+                self.store.written(param, tier)
+        finally:
+            whole.pins -= 1
 
     def leave_stale(self, chunk: Chunk) -> None:
         """A parameter was updated on the host: its device copy goes, or is filled again where it is pinned."""

@@ -171,8 +171,9 @@ class Room:
         target = self.ledger.room("device") + short
         if attempt == "evict":
             for chunk in self._victims(short):
-                self.evict(chunk)
-                self.store.settle(chunk)
+                if chunk.device is not None and chunk.move is None:  # not gone for the sake of one before it
+                    self.evict(chunk)
+                    self.store.settle(chunk)
             return
         if attempt == "updates":
             while self.ledger.room("device") < target and self._updater.settle_oldest():

@@ -240,15 +240,24 @@ class Session:
         """Whether no training pass is under way."""
         return self.course.phase == IDLE
 
-    def begin_evaluation(self) -> None:
-        """Between passes nobody has foreseen what its activations take: as much as those of training, as far as chunks
-        have somewhere to go."""
-        if self.lock_free is not None:
-            self.lock_free.begin_evaluation()
-        if self.course.phase == IDLE and not self._alone():
-            plan = self.course.plan
-            level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
-            self.room.raise_level(level, guess=True)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a forward pass without gradients. Between training passes nobody has foreseen what its activations
+        take: as much as those of training, as far as chunks have somewhere to go."""
+        before = None
+        with torch.inference_mode(False), torch.no_grad():
+            if self.lock_free is not None:
+                self.lock_free.begin_evaluation()
+            if self.idle and not self._alone():
+                before, plan = self.ledger.level["device"], self.course.plan
+                level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
+                self.room.raise_level(max(level, before), guess=True)
+        try:
+            with self.interceptor.scope():
+                yield
+        finally:
+            if before is not None:
+                self.ledger.set_level("device", before)
 
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
