@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -327,6 +329,58 @@ def test_too_little_for_activations_is_said_before_any_operator(make: Any) -> No
         engine(**zoo.ZOO["gpt2"].batch(0))
     assert not calls
     assert caught.value.tier == "device" and caught.value.short > 0
+
+
+class Chain(nn.Module):
+    """Layers of which some are much wider, and activations beside which the largest layer is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [64, 512, 256, 512, 64, 64]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.float().square().mean()
+
+
+def steps_of_chain(settings: dict[str, Any], rows: int) -> None:
+    engine = ebbtide.initialize(Chain(), config_of(**settings))
+    try:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(rows, 64, dtype=torch.bfloat16)))
+            engine.step()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("hosted", [[], ["layers.0"]], ids=["", "host modules"])
+@pytest.mark.parametrize(
+    "device, host, rows",
+    [
+        (6_000_000, 0, 2000),
+        (8_000_000, 0, 2000),
+        (600_000, 5_000_000, 2000),
+        (1_200_000, 5_000_000, 2000),
+        (1_900_000, 3_800_000, 400),
+    ],
+    ids=["one tier", "one tier, more", "device", "more device", "host"],
+)
+@pytest.mark.parametrize("changes", [{}, {"master": "separate"}, {"updates": "in-backward", "clip": None}])
+def test_following_a_refusals_advice_once_is_enough(
+    device: int, host: int, rows: int, hosted: list[str], changes: dict[str, Any]
+) -> None:
+    settings: dict[str, Any] = {"device": {"memory": device}, "host": {"memory": host}, **changes}
+    settings["host_modules"] = hosted
+    with pytest.raises(BudgetError) as caught:
+        steps_of_chain(settings, rows)
+    advised = re.findall(r"(\w+)\.memory to (\d+) bytes", caught.value.advice)
+    assert advised, caught.value
+    for tier, count in advised:
+        assert int(count) > settings[tier]["memory"]
+        settings[tier] = {"memory": int(count)}
+    steps_of_chain(settings, rows)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "continue"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.errors import StateError
+from ebbtide.errors import BudgetError, StateError
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.residency import FREE, SPILL, STALE, Timeline, Use, replay
 from ebbtide.plan.schedule import advance, on_demand
@@ -133,6 +135,58 @@ def test_more_memory_never_moves_more(layers: int, peak: int, share: int, more: 
     assert plans[1].traffic <= plans[0].traffic
     resident = make_plan(shape, record, Settings(peak + SCALARS + 14 * size * layers, 0))
     assert resident.traffic == 0 and set(resident.homes) == {"device"}
+
+
+KEPT = 500
+"""Bytes of the device that others have."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    st.integers(0, 60_000),
+    st.sampled_from([1, 1, 2]),
+    st.sampled_from(["one tier", "host", "ssd", "host and ssd"]),
+    st.tuples(st.integers(1, 200), st.integers(1, 100), st.integers(1, 100)),
+    st.sampled_from(["auto", "auto", "host", "static"]),
+    st.sampled_from([{}, {"take_over": True}, {"in_backward": True}]),
+)
+def test_following_a_refusals_advice_once_is_enough(
+    layers: list[int],
+    peak: int,
+    ranks: int,
+    tiers: str,
+    shares: tuple[int, int, int],
+    placement: str,
+    how: dict[str, bool],
+) -> None:
+    """Whatever is short, the budgets that it names are enough, and of the device no byte too many."""
+    sizes = tuple(2000 * layer for layer in layers)
+    shape = ModelShape(
+        tuple((i,) for i in range(len(layers))),
+        tuple(range(len(layers))),
+        sizes,
+        sizes,
+        tuple(5 * size for size in sizes),
+        tuple(ranks * size for size in sizes) if ranks > 1 else (),
+    )
+    record = small_record(len(layers), peak)
+    device, host, ssd = (7 * sum(sizes) * share // 100 for share in shares)
+    host, ssd = host * ("host" in tiers), ssd * ("ssd" in tiers)
+    given = {"device": device + KEPT, "host": 2 * host, "ssd": 2 * ssd}
+    chosen = Settings(device, host, placement, ssd=ssd, given=given, sharers=2, **how)  # type: ignore[arg-type]
+    try:
+        make_plan(shape, record, chosen)
+    except BudgetError as error:
+        refused = error
+    else:
+        return
+    advised = {tier: int(count) for tier, count in re.findall(r"(\w+)\.memory to (\d+)", refused.advice)}
+    enough = {t: count - KEPT if t == "device" else count // 2 for t, count in advised.items()}
+    make_plan(shape, record, replace(chosen, **enough))
+    if set(enough) == {"device"}:
+        with pytest.raises(BudgetError):
+            make_plan(shape, record, replace(chosen, device=enough["device"] - 1))
 
 
 def test_an_illegal_transition_prints_the_history() -> None:

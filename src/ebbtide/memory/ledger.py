@@ -17,8 +17,9 @@ SNAPSHOT = "snapshot"
 
 
 class Ledger:
-    def __init__(self, budgets: Mapping[str, int]) -> None:
-        self.budgets = dict(budgets)
+    def __init__(self, budgets: Mapping[str, int], sharers: int = 1) -> None:
+        """`sharers`: processes among which the machine's host and SSD are divided."""
+        self.budgets, self.sharers = dict(budgets), sharers
         self.reserved = dict.fromkeys(budgets, 0)
         self.level = dict.fromkeys(budgets, 0)
         self._expected = dict.fromkeys(budgets, 0)

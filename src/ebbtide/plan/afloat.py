@@ -88,5 +88,6 @@ def _full_ssd(away: Away, settings: Settings) -> BudgetError:
         f"short by {format_size(count - budget)}",
         tier="ssd",
         short=count - budget,
-        advice=f"raise ssd.memory to {count} bytes, or give the device or the host more memory",
+        advice=f"raise ssd.memory to {settings.raised('ssd', count - budget)} bytes, or give the device or the host "
+        "more memory",
     )

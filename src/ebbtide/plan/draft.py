@@ -195,8 +195,11 @@ def _with_evicted(
     if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
         host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
     needed = host.host_bytes + extra
-    short = max(host.short, needed - settings.host)
-    return replace(host, host_bytes=needed, short=short) if extra else host
+    if not extra:
+        return host
+    if needed - settings.host > host.short:
+        return replace(host, host_bytes=needed, short=needed - settings.host, tier="host")
+    return replace(host, host_bytes=needed)
 
 
 def _at_least(shape: ModelShape, record: Record, device: frozenset[int]) -> int:

@@ -9,14 +9,19 @@ more memory never makes a plan worse.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from ebbtide.errors import BudgetError
-from ebbtide.plan.draft import Draft, Plan
-from ebbtide.plan.hostside import HostSide, beside_updates
+from ebbtide.plan.draft import Draft, Plan, draft, fixed_bytes
+from ebbtide.plan.hostside import fill_host
 from ebbtide.plan.search import Cost, Search
-from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings
-from ebbtide.plan.uses import least_room, levels_of, uses_of
+from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.plan.uses import SCALARS, levels_of
 from ebbtide.record import Record
 from ebbtide.units import format_size
+
+TIERS = ("device", "host", "ssd")
 
 
 def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
@@ -41,45 +46,88 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
 
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:
-    levels = levels_of(shape, record, settings)
-    alone = settings.alone
-    if worst is not None and not worst.residency.short and not alone:
-        return _host_refusal(worst.host, settings)
-    uses = uses_of(shape, record, settings, frozenset())
-    least = least_room(levels, shape.sizes, uses)
-    if settings.placement == "static":
-        held = sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
-        gradients = [use for use in uses if shape.items[use.item][0] in (GRAD, WHOLE_GRAD)]
-        least = held + least_room(levels, shape.sizes, gradients)
-    if settings.ssd_beside_device:
-        least += beside_updates(shape, range(shape.chunks), settings, range(shape.chunks))
-    if worst is not None:
-        least = max(least, settings.device + worst.residency.short)
-    if alone and settings.device >= least:  # there is no other tier: all of it must be here at once
-        states = frozenset(i for i, count in enumerate(shape.state_bytes) if count)
-        held = sum(shape.parameter_bytes) + sum(shape.state_bytes)
-        least = max(held + max(levels), settings.device + 1)
-        everything = uses_of(shape, record, settings, states)
-        passing = [use for use in everything if shape.items[use.item][0] != PARAM]
-        least = max(least, held + least_room(levels, shape.sizes, passing))
+    """With budgets that are enough: who sets them is not refused again."""
+    fitting = _nearest_fit(shape, record, settings, worst)
+    enough = fitting.settings
+    short = {tier: getattr(enough, tier) - getattr(settings, tier) for tier in TIERS}
+    if _one_tier(settings):
+        short["device"] += _unused(shape, record)
+    # What was imagined may be off by a few bytes, which the next plan, of a real pass, would lack.
+    spare = {"device": 0 if record.source == "live" else SCALARS}
+    more = " and ".join(
+        f"{t}.memory to {settings.raised(t, n + spare.get(t, 0))} bytes" for t, n in short.items() if n > 0
+    )
+    if not short["device"]:
+        return _host_refusal("host" if short["host"] else "ssd", short, more, settings)
+    budget = settings.set_budget("device")
+    kept = budget - settings.device
+    beside = f", and {format_size(kept)} that are kept for other things" if kept else ""
     return BudgetError(
-        f"device: this iteration needs at least {format_size(least)} ({format_size(record.peak)} of non-model data "
-        f"at the peak, with the chunks in use), the budget is {format_size(settings.device)}: short by "
-        f"{format_size(least - settings.device)}",
+        f"device: this iteration needs at least {format_size(budget + short['device'])} ({format_size(record.peak)} of "
+        f"non-model data at the peak, with the chunks in use{beside}), the budget is {format_size(budget)}: short by "
+        f"{format_size(short['device'])}",
         tier="device",
-        short=least - settings.device,
-        advice=f"raise device.memory to {least} bytes, lower the batch size, the sequence length or chunk_size, "
-        "or checkpoint activations",
+        short=short["device"],
+        advice=f"raise {more}, lower the batch size, the sequence length or chunk_size, or checkpoint activations",
     )
 
 
-def _host_refusal(host: HostSide, settings: Settings) -> BudgetError:
+def _host_refusal(tier: str, short: Mapping[str, int], more: str, settings: Settings) -> BudgetError:
     """The device could compute, but what it does not hold fits nowhere."""
-    budget = settings.ssd if host.tier == "ssd" else settings.host
     return BudgetError(
-        f"{host.tier}: model data that the device has no room for does not fit {format_size(budget)}: short by "
-        f"{format_size(host.short)}",
-        tier=host.tier,
-        short=host.short,
-        advice=f"raise {host.tier}.memory to {budget + host.short} bytes, or device.memory by {host.short} bytes",
+        f"{tier}: model data that the device has no room for does not fit {format_size(getattr(settings, tier))}: "
+        f"short by {format_size(short[tier])}",
+        tier=tier,
+        short=short[tier],
+        advice=f"raise {more}, or device.memory",
     )
+
+
+def _one_tier(settings: Settings) -> bool:
+    """All of it is on the device; what names a placement wants another tier."""
+    return settings.alone and settings.placement == "auto"
+
+
+def _nearest_fit(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> Draft:
+    """A choice of homes, under budgets that are enough for it."""
+    states = frozenset(i for i, count in enumerate(shape.state_bytes) if count)
+    if _one_tier(settings):
+        return _enough(shape, record, settings, states, {})
+    if worst is not None and not worst.residency.short:
+        return _enough(shape, record, settings, worst.device, worst.host.kept)
+    if settings.alone:
+        settings = replace(settings, host=1)  # there is to be one
+    choices: list[tuple[frozenset[int], Mapping[int, int]]] = [(frozenset(), {})]
+    if settings.ssd_beside_device and settings.placement == "auto":
+        choices.append(
+            (states, {})
+        )  # of a small model it is less than the buffers that state streams through
+    made = [_enough(shape, record, settings, *choice) for choice in choices]
+    return min(made, key=lambda one: (one.settings.device, one.settings.host + one.settings.ssd))
+
+
+def _enough(
+    shape: ModelShape, record: Record, settings: Settings, device: frozenset[int], kept: Mapping[int, int]
+) -> Draft:
+    """These homes, and budgets raised until they fit."""
+    fixed = fixed_bytes(shape, settings, device, fill_host(shape, device, settings, kept))
+    least = fixed + max(levels_of(shape, record, settings), default=0)
+    settings = replace(settings, device=max(settings.device, least))
+    while True:
+        made = draft(shape, record, settings, device, kept)
+        assert made is not None  # what lives on the device fits
+        on_device, beside = made.short
+        if on_device:
+            settings = replace(settings, device=settings.device + on_device)
+        elif beside and made.host.tier == "ssd":
+            settings = replace(settings, ssd=settings.ssd + beside)
+        elif beside:
+            settings = replace(settings, host=settings.host + beside)
+        else:
+            return made
+
+
+def _unused(shape: ModelShape, record: Record) -> int:
+    """Bytes of parameters that no moment uses: where there is no other tier, they are on the device all the same."""
+    used = {chunk for access in record.accesses for chunk in shape.run_chunks[access.run]}
+    return sum(count for i, count in enumerate(shape.parameter_bytes) if i not in used)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ebbtide.plan.stage import piece_bytes
@@ -88,6 +89,11 @@ class Settings:
     """Updates are lock-free: so many bytes hold a byte of a gradient that waits for one. 0: they are not."""
     max_staleness: int = 1
     """Steps that a lock-free update may take."""
+    given: Mapping[str, int] = field(default_factory=dict)
+    """By tier, the budget as users set it, where that is not what model data and activations have of it: host modules,
+    exchanges between ranks and other engines have a part."""
+    sharers: int = 1
+    """Processes of a machine among which host and SSD are divided; users set them for all."""
 
     @property
     def alone(self) -> bool:
@@ -97,6 +103,15 @@ class Settings:
     @property
     def lock_free(self) -> bool:
         return self.waiting_width > 0
+
+    def set_budget(self, tier: str) -> int:
+        """As users set it."""
+        here: int = getattr(self, tier)
+        return self.given.get(tier, here * (1 if tier == "device" else self.sharers))
+
+    def raised(self, tier: str, count: int) -> int:
+        """What users would have to set for `count` bytes more."""
+        return self.set_budget(tier) + count * (1 if tier == "device" else self.sharers)
 
     @property
     def ssd_beside_device(self) -> bool:

@@ -148,6 +148,8 @@ def ebbtide(ask: Ask) -> Setup:
         take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
     )
     one_tier = ask.machine.device.kind == "cpu" and settings.alone
+            given={tier: getattr(self.machine, tier).memory for tier in ("device", "host", "ssd")},
+            sharers=self.machine.devices_per_node,
     return _setup(
         ask,
         layout,

@@ -203,7 +203,7 @@ class Session:
         shape = shape_of(self.data, self.updates)
         companions = self.updates.companions
         staged = companions is not None and companions.stages is not None
-        settings = settings_of(config, self.room.budget, self.data, self.sharing is not None or staged)
+        settings = settings_of(config, self.room, self.sharing is not None or staged)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = Traces(shape, settings, cost, config.offload_activations)
         self.homes = Homes(self.updates, self.executor, self.streaming, settings, config.warmup_share)

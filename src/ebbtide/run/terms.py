@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -14,6 +14,7 @@ from ebbtide.plan.rates import Rates
 from ebbtide.plan.search import Cost
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.run.model import ModelData
+from ebbtide.run.room import Room
 from ebbtide.run.updates import Updates
 
 
@@ -28,13 +29,14 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     return ModelShape(data.run_chunks, places, params, grads, states, whole)
 
 
-def settings_of(config: Config, budget: Callable[[str], int], data: ModelData, shared: bool) -> Settings:
-    """`budget` by tier; `shared`: gradients do not just arrive, one by one: ranks reduce them, stages add them up."""
+def settings_of(config: Config, room: Room, shared: bool) -> Settings:
+    """`shared`: gradients do not just arrive, one by one: ranks reduce them, stages add them up."""
+    data, ledger = room.data, room.ledger
     every = range(len(data.layout.chunks))
     separate = all(data.master_dtype(i) == torch.float32 for i in every if data.trained[i])
     return Settings(
-        budget("device"),
-        budget("host"),
+        room.budget("device"),
+        room.budget("host"),
         config.placement,
         config.eviction,
         config.prefetch,
@@ -45,9 +47,14 @@ def settings_of(config: Config, budget: Callable[[str], int], data: ModelData, s
         and config.updates == "exact"
         and not shared
         and config.placement != "static",
-        ssd=budget("ssd"),
+        ssd=room.budget("ssd"),
         waiting_width=config.waiting_width,
         max_staleness=config.max_staleness,
+        given={
+            tier: count * (1 if tier == "device" else ledger.sharers)
+            for tier, count in ledger.budgets.items()
+        },
+        sharers=ledger.sharers,
     )
 
 

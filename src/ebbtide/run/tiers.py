@@ -72,7 +72,7 @@ def open_tiers(config: Config, ranks: Ranks | None = None, companions: Companion
         if budgets["ssd"]:
             disk = DiskSpace(folders or config.ssd.folder, budgets["ssd"], checksums=config.ssd.checksums)
     backend.limit(budgets["device"])
-    return Tiers(backend, Ledger(budgets), disk, own_folders=folders)
+    return Tiers(backend, Ledger(budgets, count), disk, own_folders=folders)
 
 
 def _own_folders(config: Config, place: int) -> tuple[str, ...]:
