@@ -21,6 +21,7 @@ from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.plan.forecast import look
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.strategies import STRATEGIES, set_up
+from ebbtide.plan.verdict import CHANGES
 
 PROMISED = {
     "fits", "bytes", "params", "chunk_size", "utilisation", "step_seconds", "tokens_per_second", "tflops_per_device",

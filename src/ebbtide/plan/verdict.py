@@ -72,9 +72,22 @@ def _faster_disk(machine: Machine) -> Machine:
     return machine
 
 
+def _more_memory(tier: str) -> Callable[[Machine], Machine]:
+    def change(machine: Machine) -> Machine:
+        device, host = machine.device, machine.host
+        more = getattr(machine, tier).memory // 4
+        if tier == "device":
+            device = replace(device, memory=device.memory + more)
+        if tier == "host" or device.kind == "cpu":  # where the cores are the device, it is the same RAM
+            host = replace(host, memory=host.memory + more)
+        return replace(machine, device=device, host=host)
+
+    return change
+
+
 def _memory(tier: str) -> tuple[str, Callable[[Machine], Machine]]:
     name = {"device": "device memory", "host": "RAM"}[tier]
-    return f"a quarter more {name}", _scaled(tier, "memory", 1.25)
+    return f"a quarter more {name}", _more_memory(tier)
 
 
 _LINK = ("twice the host-to-device rate", _scaled("links", "host_device", 2))
