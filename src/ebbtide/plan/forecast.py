@@ -163,8 +163,10 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
     moved = _moved(walked)
     step, staleness = paced(job, end - begin), None
     if setup.lock_free:
-        staleness = max(1, math.ceil(streamed_update(job) / step - 1e-9))
-        moved[READ] = moved[WRITE] = round(streamed_bytes(job) * min(1.0, step / streamed_update(job)))
+        once = streamed_update(job)  # nothing, where all state is on the device
+        staleness = max(1, math.ceil(once / step - 1e-9))
+        share = min(1.0, step / once) if once else 0.0
+        moved[READ] = moved[WRITE] = round(streamed_bytes(job) * share)
     stalls = _stalls(walked, run)
     machine = rates.machine
     written = moved[WRITE] * min(machine.devices_per_node, machine.devices)
