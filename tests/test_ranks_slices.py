@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 import ebbtide
 import zoo
 from ebbtide.errors import BudgetError
+from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.layout import ALIGNMENT
+from ebbtide.plan.strategies import set_up
 from ebbtide.run.slices import LANE, block_of, room_for
 from group import group_of
 from harness import batch_of, config_of
 from reference import ROUND
 from test_ranks import CHANGES, STEPS, check, expected, train
+from test_simulate import MACHINE
 
 SOME = ["everything fits", "SSD", "large chunks", "accumulate", "in backward, host", "fp32"]
 
@@ -89,6 +92,14 @@ def test_the_plan_chooses_slices_where_nothing_else_fits() -> None:
     wholes = [i for i, mode in enumerate(modes) if mode and not mode[0]]
     assert slices and wholes and max(slices) < min(wholes), modes
     assert modes[slices[0]][1] * 3 <= modes[wholes[0]][1]  # type: ignore[index]
+    example = batch_of("gpt2", 0, ROUND["bf16"], "cpu")
+    asked = Forecaster(zoo.build("gpt2"), config, example).question(
+        MACHINE.with_devices(3), Workload(), "ebbtide"
+    )
+    foreseen = set_up("ebbtide", asked.ask)
+    sliced = foreseen.sliced()
+    assert sliced is not None
+    assert (sliced.exchange, foreseen.exchange) == (modes[slices[0]][1], modes[wholes[0]][1])  # type: ignore[index]
     wanted = expected(3, "gpt2", "none", "bf16", config.get("clip"))
     assert {attempt[2] for attempt in found[0] if attempt} == {wanted}
     # Where one rank alone has too little, all of them follow.

@@ -139,6 +139,7 @@ class Forecast:
             "stalls": [vars_of(stall) for stall in found.stalls],
             "staleness": found.staleness,
             "lifts": [vars_of(lift) for lift in self.lifts],
+            "exchange_in_slices": found.exchange_in_slices,
             "max": None if self.max is None else self.max.to_dict(),
             "notes": list(self.notes),
             "trace_seconds": self.trace_seconds,
@@ -178,25 +179,34 @@ class Forecaster:
 
     # -- tracing --------------------------------------------------------------------------------------
 
-    def see(self, work: Workload, machine: Machine, layers: int | None = None) -> Seen:
+    def see(
+        self, work: Workload, machine: Machine, layers: int | None = None, strategy: str = "ebbtide"
+    ) -> Seen:
         shared = machine.devices if self.spec is not None and self.spec.experts else 1
         target = machine.device.kind
-        key = (work.batch, work.seq, work.checkpoint_activations, shared, layers, target)
+        sets = self._expert_sets(shared, strategy)
+        key = (work.batch, work.seq, work.checkpoint_activations, shared, sets, layers, target)
         if key not in self._seen:
             start = time.perf_counter()
             seen = (
-                self._of_spec(work, shared, layers, target)
+                self._of_spec(work, shared, sets, layers, target)
                 if self.spec is not None
                 else self._of_module(work, target)
             )
             self._seen[key] = replace(seen, seconds=time.perf_counter() - start)
         return self._seen[key]
 
-    def _of_spec(self, work: Workload, ranks: int, layers: int | None, target: str) -> Seen:
+    def _expert_sets(self, ranks: int, strategy: str) -> int:
+        """As the engine has experts: in as many sets as they and the ranks can be divided by, and gathered by all ranks
+        where the config says so or updates are in backward. Others spread them always."""
+        if self.spec is None or not self.spec.experts:
+            return 1
+        gathered = self.config.experts != "spread" or self.config.updates == "in-backward"
+        return 1 if gathered and strategy == "ebbtide" else expert_sets(self.spec.experts, ranks)
+
+    def _of_spec(self, work: Workload, ranks: int, shares: int, layers: int | None, target: str) -> Seen:
         assert self.spec is not None
         spec = self.spec if layers is None else self.spec.with_layers(layers)
-        # As the engine has them: in as many sets as experts and ranks can be divided by; else all ranks gather them.
-        shares = expert_sets(spec.experts, ranks) if spec.experts else 1
         share = spec.share_of_experts(shares)
         module = share.on_meta()
         if work.checkpoint_activations:
@@ -280,7 +290,35 @@ class Forecaster:
             None,
             lifted,
             would,
-            notes,
+            tuple(note for note in notes if note),
+        )
+
+    def budgeted(self, machine: Machine) -> Machine:
+        """With the budgets that the config sets. Config and machine both say how much SSD there is, and none is what a
+        config says that does not speak of it: then it is the machine's."""
+        config = self.config
+        return machine.with_memory(
+    def _offloading(self, work: Workload) -> Workload:
+        """With what the config sends away: all, or what there is with checkpoints."""
+        which = self.config.offload_activations
+        sent = which == "all" or (which == "checkpoints" and work.checkpoint_activations)
+        return replace(work, offload_activations=True) if sent else work
+
+    def _not_foreseen(self, work: Workload, found: Outlook) -> Iterator[str]:
+        """What the config says that a forecast cannot follow."""
+        config = self.config
+        if config.unmanaged or config.host_modules:
+            yield "unmanaged and host_modules are not foreseen: all parameters are planned in chunks"
+        if config.offload_activations == "checkpoints":
+            yield (
+                'offload_activations = "checkpoints" is foreseen as "all": beside checkpoints little else is there to go'
+                if work.checkpoint_activations
+                else 'offload_activations = "checkpoints" sends nothing away without checkpoints; nothing is foreseen'
+            )
+        if not config.ssd.memory and any(found.bytes.get("ssd", {}).values()):
+            yield "the plan uses the machine's SSD; training does where the config sets ssd.memory and ssd.folder"
+
+            _said(config.device.memory), _said(config.host.memory), _said(config.ssd.memory) or None
         )
 
     def _would_fit(self, machine: Machine, work: Workload, strategy: str, found: Outlook) -> list[str]:

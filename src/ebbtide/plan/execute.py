@@ -200,9 +200,8 @@ class _Walk(Books):
                 continue
             if kind in (WHOLE, WHOLE_GRAD) and self._holds_gradient(kind, chunk):
                 count = self.sizes[use.item]
-                task = self.task(
-                    WIRE, self.rates.gather(count, self.rates.ranks), [self.compute], place, count
-                )
+                seconds = self.rates.gather(count, self.rates.ranks, self.job.rounds)
+                task = self.task(WIRE, seconds, [self.compute], place, count)
                 self.down[chunk] = task
                 self.reduced.append(task)
                 self.give(use.item, task)

@@ -99,14 +99,20 @@ class Outlook:
     stalls: tuple[Stall, ...] = ()
     staleness: int | None = None
     """Passes that an update is behind, where updates are lock-free."""
+    exchange_in_slices: bool = False
+    """Ranks exchange a slice of a chunk's gradients at a time, for whole chunks leave the device no plan."""
     timeline: Mapping[str, tuple[tuple[float, float, str], ...]] = field(default_factory=dict)
     """By lane: when its tasks ran in one step (start, end, cause)."""
     plan: Plan | None = field(default=None, repr=False)
 
 
-def look(question: Question, quick: bool = False, plan: Plan | None = None) -> Outlook:
-    """`quick`: only the plan that moves least is simulated; whether it fits is the same. `plan`: that one."""
+def look(
+    question: Question, quick: bool = False, plan: Plan | None = None, in_slices: bool = False
+) -> Outlook:
+    """`quick`: only the plan that moves least is simulated; whether it fits is the same. `plan`: that one; `in_slices`:
+    it was made for gradients that are exchanged so."""
     setup = set_up(question.strategy, question.ask)
+    setup = (setup.sliced() if in_slices else None) or setup
     left = setup.settings.host - question.offloaded_bytes
     setup = replace(setup, settings=replace(setup.settings, host=max(0, left)))
     base = Outlook(
@@ -123,15 +129,26 @@ def look(question: Question, quick: bool = False, plan: Plan | None = None) -> O
         return replace(base, short=Short("host", -left, message))
     try:
         check_warm_up(setup)
-
-        def seconds(plan: Plan) -> float:
-            return step_seconds(job_of(question, setup, plan))
-
         if plan is None:
-            plan = make_plan(setup.shape, question.record, setup.settings, None if quick else seconds)
+            setup, plan = _planned(question, setup, quick)
     except BudgetError as error:
         return replace(base, short=Short(error.tier, error.short, str(error)))
     return _answer(question, setup, plan, base)
+
+
+def _planned(question: Question, setup: Setup, quick: bool) -> tuple[Setup, Plan]:
+    """Where there is no plan beside exchanges of whole chunks, ranks exchange slices, as the engine's do."""
+
+    def seconds(plan: Plan) -> float:
+        return step_seconds(job_of(question, setup, plan))
+
+    try:
+        return setup, make_plan(setup.shape, question.record, setup.settings, None if quick else seconds)
+    except BudgetError:
+        sliced = setup.sliced()
+        if sliced is None:
+            raise
+    return _planned(question, sliced, quick)
 
 
 def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
@@ -149,6 +166,7 @@ def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
         question.offloaded,
         question.ask.config.clip is not None,
         question.ask.config.max_staleness,
+        question.ask.ranks if setup.in_slices else 1,
     )
 
 
@@ -175,6 +193,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
     return replace(
         base,
         fits=True,
+        exchange_in_slices=setup.in_slices,
         bytes=_bytes(setup, plan, walked, question.offloaded_bytes),
         moved_bytes=moved,
         ssd_written=written,
@@ -236,7 +255,8 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
         for item in plan.residency.evicted:
             kind, _ = plan.items[item]
             ssd[kind] = ssd.get(kind, 0) + shape.sizes[item]
-    return {"device": walked.peak_tags, "host": host, "ssd": ssd}
+    device = {**walked.peak_tags, "exchange": setup.exchange} if setup.exchange else walked.peak_tags
+    return {"device": device, "host": host, "ssd": ssd}
 
 
 def _moved(walked: Walked) -> dict[str, int]:

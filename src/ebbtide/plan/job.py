@@ -36,6 +36,8 @@ class Job:
     clip: bool = False
     """The norm is a barrier: with several ranks it waits for all reductions."""
     max_staleness: int = 1
+    rounds: int = 1
+    """In which ranks exchange the gradients of a chunk."""
 
 
 def paced(job: Job, step: float) -> float:

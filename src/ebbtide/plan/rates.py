@@ -73,7 +73,7 @@ class Rates:
         both = 2 * count * self.machine.devices_per_node / self.machine.ssd.total
         return max(read, write, min(both, read + write))
 
-    def gather(self, whole: int, ranks: int) -> float:
+    def gather(self, whole: int, ranks: int, rounds: int = 1) -> float:
         """All ranks' slices to each of them, or a reduction to slices: within nodes and between them at once."""
         if ranks <= 1:
             return 0.0
@@ -82,7 +82,7 @@ class Rates:
         nodes = -(-ranks // each)
         within = whole * (inside - 1) / inside / links.device_device if inside > 1 else 0.0
         between = whole * (nodes - 1) / nodes / links.node_node if nodes > 1 else 0.0
-        return links.latency + max(within, between)
+        return rounds * links.latency + max(within, between)
 
     def exchange(self, count: int, ranks: int) -> float:
         """All-to-all: each rank sends `count` bytes, spread over all of them."""

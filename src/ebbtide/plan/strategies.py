@@ -79,6 +79,25 @@ class Setup:
     warm_up: int | None = None
     """Bytes of the device that model data may take before there is a trace."""
     chunk_size: int = 0
+    exchange: int = 0
+    """Bytes of the device that are kept for what ranks send each other of a chunk's gradients."""
+    in_slices: bool = False
+    """They exchange a slice at a time."""
+
+    def exchanging(self, count: int) -> Setup:
+        """`count` bytes of the device are kept for exchanges between ranks."""
+        left = self.settings.device + self.exchange - count
+        return replace(self, settings=replace(self.settings, device=left), exchange=count)
+
+    def sliced(self) -> Setup | None:
+        """What ranks go over to where whole chunks leave them no plan: one slice at a time has room, of as many
+        slices as there are ranks. None where that is no less."""
+        shape = self.shape
+        shared = [g for g, whole in zip(shape.gradient_bytes, shape.whole_bytes, strict=False) if whole]
+        count = max(shared, default=0)
+        if self.in_slices or count >= self.exchange:
+            return None
+        return replace(self.exchanging(count), in_slices=True)
 
 
 @dataclass(frozen=True)
@@ -129,6 +148,8 @@ class Ask:
             self.config.accumulate,
             self.config.updates == "in-backward",
             ssd=self.ssd,
+            given={tier: getattr(self.machine, tier).memory for tier in ("device", "host", "ssd")},
+            sharers=self.machine.devices_per_node,
         )
         return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -143,14 +164,13 @@ def ebbtide(ask: Ask) -> Setup:
         and config.accumulate == 1
         and config.updates == "exact"
         and config.placement != "static"
+        and ask.ranks == 1  # gradients that ranks share are reduced to a space of their own
     )
     settings = ask.settings(
         take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
     )
     one_tier = ask.machine.device.kind == "cpu" and settings.alone
-            given={tier: getattr(self.machine, tier).memory for tier in ("device", "host", "ssd")},
-            sharers=self.machine.devices_per_node,
-    return _setup(
+    setup = _setup(
         ask,
         layout,
         ask.master,
@@ -159,6 +179,7 @@ def ebbtide(ask: Ask) -> Setup:
         blocking=not config.prefetch,
         lock_free=config.updates == "lock-free",
     )
+    return setup.exchanging(max(setup.shape.whole_bytes, default=0))
 
 
 def patrickstar(ask: Ask) -> Setup:

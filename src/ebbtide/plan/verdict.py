@@ -124,7 +124,8 @@ def lifts(question: Question, found: Outlook) -> list[Lift]:
         machine = change(question.ask.machine)
         changed = replace(question, ask=replace(question.ask, machine=machine))
         if _memories(machine) == _memories(question.ask.machine):
-            before, after = found.step_seconds, look(changed, plan=found.plan).step_seconds
+            again = look(changed, plan=found.plan, in_slices=found.exchange_in_slices)
+            before, after = found.step_seconds, again.step_seconds
         else:  # another plan: like is compared with like
             before = look(question, quick=True).step_seconds or found.step_seconds
             after = look(changed, quick=True).step_seconds
