@@ -208,6 +208,80 @@ def test_options_change_what_they_should() -> None:
     assert free.step_seconds <= once.step_seconds
 
 
+CPU = {
+    "name": "small",
+    "device": {"kind": "cpu", "memory": "40MB", "flops": "100G", "bandwidth": "10GB/s"},
+    "host": {"memory": "40MB", "cores": 2, "bandwidth": "10GB/s", "update": "1GB/s"},
+    "ssd": {"memory": "1GB", "read": "3GB/s", "write": "3GB/s", "total": "3GB/s"},
+    "links": {"host_device": "10GB/s"},
+}
+
+
+def test_more_memory_of_a_cpu_is_more_ram() -> None:
+    """What would lift a forecast is tried on a machine whose RAM is stated twice."""
+    found = ebbtide.forecast("gpt2-tiny", CPU, seq=64, config={"updates": "in-backward"})
+    assert found.fits and found.bottleneck in CHANGES
+    assert all(lift.faster > 1 for lift in found.lifts)
+
+
+def test_lock_free_updates_of_what_is_all_on_the_device() -> None:
+    """There is nothing to be behind with, and nothing that is moved for them."""
+    forecaster = Forecaster("gpt2-tiny", {"updates": "lock-free"})
+    question = forecaster.question(Machine.read("v100-node").with_devices(1), Workload(1, 64), "ebbtide")
+    found = look(question, quick=True)
+    assert found.fits and found.staleness == 1
+    assert found.moved_bytes["ssd_read"] == found.moved_bytes["ssd_write"] == 0
+
+
+def test_budgets_of_the_config_are_those_of_the_forecast() -> None:
+    def asked(**config: object) -> Any:
+        return ebbtide.forecast("gpt2-tiny", "v100-node", gpus=1, seq=64, config=config)
+
+    assert asked().fits
+    small = asked(device={"memory": "1MB"})
+    assert not small.fits and small.short.tier == "device"
+    assert asked(device={"memory": "16MB"}).bytes["host"]["state"] > 0
+    assert not asked(device={"memory": "16MB"}, host={"memory": "1MB"}).fits
+    assert asked(offload_activations="all").bytes["host"]["activations"] > 0
+    unheeded = asked(offload_activations="checkpoints")
+    assert "activations" not in unheeded.bytes["host"]
+    assert any("offload_activations" in note for note in unheeded.notes)
+    # Of SSD a config that does not speak says none, and the machine has some.
+    machine = Machine.read("pc-24gb").with_memory(device=2 * 10**9, host=3 * 10**9)
+    on_ssd = ebbtide.forecast("gpt2-350m", machine, seq=64)
+    assert on_ssd.bytes["ssd"]["state"] > 0 and any("ssd.memory" in note for note in on_ssd.notes)
+    assert not ebbtide.forecast("gpt2-350m", machine, seq=64, config={"ssd": {"memory": "100MB"}}).fits
+
+
+def test_a_flag_goes_before_the_budget_of_the_config(
+    plan: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "c.toml").write_text('device.memory = "1MB"\n')
+    flags = [
+        "--model",
+        "gpt2-tiny",
+        "--machine",
+        "pc-8gb",
+        "--seq",
+        "64",
+        "--config",
+        str(tmp_path / "c.toml"),
+    ]
+    assert not answer(plan, *flags)["fits"]
+    assert answer(plan, *flags, "--device-memory", "1GB")["fits"]
+
+
+@pytest.mark.parametrize("config", [{"experts": "gathered"}, {"updates": "in-backward"}])
+def test_experts_are_gathered_where_the_engine_does(config: dict[str, object]) -> None:
+    machine = Machine.read("v100-node").with_devices(2)
+    for settings, spread in (({}, True), (config, False)):
+        forecaster = Forecaster("t5:layers=4,hidden=128,heads=4,ffn=256,experts=16", settings)
+        question = forecaster.question(machine, Workload(2, 128), "ebbtide")
+        assert any(question.ask.model.expert) == spread == bool(question.exchanges)
+        others = forecaster.question(machine, Workload(2, 128), "angel-ptm")
+        assert any(others.ask.model.expert)
+
+
 def test_ssd_holds_what_ram_cannot() -> None:
     machine = Machine.read("pc-24gb").with_memory(device=2 * 10**9, host=3 * 10**9)
     forecaster = Forecaster("gpt2-350m")

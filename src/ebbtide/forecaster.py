@@ -24,6 +24,7 @@ from ebbtide.plan.offload import offload
 from ebbtide.plan.strategies import Ask, Model
 from ebbtide.plan.verdict import Lift, lifts, sentence
 from ebbtide.record import Record
+from ebbtide.strict import Auto
 from ebbtide.tracing.alone import Trace, trace
 from ebbtide.tracing.elsewhere import RULES
 from ebbtide.units import round_up
@@ -138,8 +139,8 @@ class Forecast:
             "critical_seconds": dict(found.critical_seconds),
             "stalls": [vars_of(stall) for stall in found.stalls],
             "staleness": found.staleness,
-            "lifts": [vars_of(lift) for lift in self.lifts],
             "exchange_in_slices": found.exchange_in_slices,
+            "lifts": [vars_of(lift) for lift in self.lifts],
             "max": None if self.max is None else self.max.to_dict(),
             "notes": list(self.notes),
             "trace_seconds": self.trace_seconds,
@@ -183,8 +184,8 @@ class Forecaster:
         self, work: Workload, machine: Machine, layers: int | None = None, strategy: str = "ebbtide"
     ) -> Seen:
         shared = machine.devices if self.spec is not None and self.spec.experts else 1
-        target = machine.device.kind
         sets = self._expert_sets(shared, strategy)
+        target = machine.device.kind
         key = (work.batch, work.seq, work.checkpoint_activations, shared, sets, layers, target)
         if key not in self._seen:
             start = time.perf_counter()
@@ -249,7 +250,8 @@ class Forecaster:
     def question(
         self, machine: Machine, work: Workload, strategy: str, layers: int | None = None
     ) -> Question:
-        seen = self.see(work, machine, layers)
+        machine, work = self.budgeted(machine), self._offloading(work)
+        seen = self.see(work, machine, layers, strategy)
         record = seen.trace.record
         offloaded: Mapping[int, tuple[tuple[int, int], ...]] = {}
         taken = 0
@@ -264,21 +266,16 @@ class Forecaster:
     def answer(
         self, machine: Machine, work: Workload, strategy: str = "ebbtide", explain: bool = True
     ) -> Forecast:
+        machine, work = self.budgeted(machine), self._offloading(work)
         question = self.question(machine, work, strategy)
-        seen = self.see(work, machine)
+        seen = self.see(work, machine, strategy=strategy)
         start = time.perf_counter()
         found = look(question)
         lifted = tuple(lifts(question, found)) if explain and found.fits else ()
         would = tuple(self._would_fit(machine, work, strategy, found)) if explain and not found.fits else ()
         seconds = time.perf_counter() - start
         rules = RULES.get(machine.device.kind)
-        left_out = self.config.unmanaged or self.config.host_modules
-        alone = (
-            "unmanaged and host_modules are not foreseen: all parameters are planned in chunks"
-            if left_out
-            else ""
-        )
-        notes = tuple(note for note in (seen.trace.note, rules.note if rules else "", alone) if note)
+        notes = (seen.trace.note, rules.note if rules else "", *self._not_foreseen(work, found))
         return Forecast(
             seen.name,
             machine.name,
@@ -298,6 +295,9 @@ class Forecaster:
         config says that does not speak of it: then it is the machine's."""
         config = self.config
         return machine.with_memory(
+            _said(config.device.memory), _said(config.host.memory), _said(config.ssd.memory) or None
+        )
+
     def _offloading(self, work: Workload) -> Workload:
         """With what the config sends away: all, or what there is with checkpoints."""
         which = self.config.offload_activations
@@ -317,9 +317,6 @@ class Forecaster:
             )
         if not config.ssd.memory and any(found.bytes.get("ssd", {}).values()):
             yield "the plan uses the machine's SSD; training does where the config sets ssd.memory and ssd.folder"
-
-            _said(config.device.memory), _said(config.host.memory), _said(config.ssd.memory) or None
-        )
 
     def _would_fit(self, machine: Machine, work: Workload, strategy: str, found: Outlook) -> list[str]:
         """Changes of the workload, and of memory, with which it fits."""
@@ -359,6 +356,10 @@ def _positions(example: Any) -> int:
     values = [value for value in tree_leaves(example) if isinstance(value, torch.Tensor)]
     ids = next((value for value in values if not value.is_floating_point() and value.dim() > 1), None)
     return ids.numel() if ids is not None else next((len(value) for value in values if value.dim()), 1)
+
+
+def _said(budget: int | Auto) -> int | None:
+    return None if budget == "auto" else budget
 
 
 def _can_checkpoint(model: object) -> bool:

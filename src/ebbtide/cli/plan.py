@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ebbtide.cli.options import SIZE, at_least, configure, one_of
+from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
 
@@ -92,7 +93,7 @@ def plan(
     described = _budgets(Machine.read(machine), device_memory, host_memory, ssd_memory)
     machines = [described.with_devices(count) for count in _counts(gpus)] or [described]
     work = Workload(batch, seq, checkpoint_activations, offload_activations)
-    forecaster = Forecaster(model, settings)
+    forecaster = Forecaster(model, _without_budgets(settings, device_memory, host_memory, ssd_memory))
     strategies = list(STRATEGIES) if compare else [strategy]
     several = compare or len(machines) > 1
     rows = [
@@ -145,6 +146,12 @@ def _budgets(machine: Machine, device: str | None, host: str | None, ssd: str | 
         except ConfigError as error:
             raise ConfigError(f"--{flag}-memory: {error}") from None
     return machine.with_memory(**sizes)
+
+
+def _without_budgets(config: Config, device: str | None, host: str | None, ssd: str | None) -> Config:
+    """A flag overrides its setting."""
+    given = {"device.memory": (device, "auto"), "host.memory": (host, "auto"), "ssd.memory": (ssd, 0)}
+    return config.with_({key: unset for key, (flag, unset) in given.items() if flag is not None})
 
 
 def _show(rows: list[Forecast], several: bool, report: Path | None, as_json: bool) -> None:
