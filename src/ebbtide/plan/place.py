@@ -22,6 +22,9 @@ from ebbtide.record import Record
 from ebbtide.units import format_size
 
 TIERS = ("device", "host", "ssd")
+ATTEMPTS = 100
+"""At budgets that are enough. Each comes nearer, and a few do; a refusal that takes for ever would be worse than one
+that names too little."""
 
 
 def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
@@ -113,7 +116,8 @@ def _enough(
     fixed = fixed_bytes(shape, settings, device, fill_host(shape, device, settings, kept))
     least = fixed + max(levels_of(shape, record, settings), default=0)
     settings = replace(settings, device=max(settings.device, least))
-    while True:
+    made: Draft | None = None
+    for _ in range(ATTEMPTS):
         made = draft(shape, record, settings, device, kept)
         assert made is not None  # what lives on the device fits
         on_device, beside = made.short
@@ -124,7 +128,9 @@ def _enough(
         elif beside:
             settings = replace(settings, host=settings.host + beside)
         else:
-            return made
+            break
+    assert made is not None
+    return made
 
 
 def _unused(shape: ModelShape, record: Record) -> int:
