@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -303,13 +304,23 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_an_interrupt_waits_for_updates_that_are_under_way(make: Any, gate: threading.Event) -> None:
     engine = make(Net, placement="host", device={"memory": 700_000})
     step(engine, 0)
-    timers = [threading.Timer(0.3, _thread.interrupt_main), threading.Timer(0.6, gate.set)]
-    for timer in timers:
-        timer.start()
+    inside = threading.Event()
+    handle = engine.module.register_forward_pre_hook(lambda *_: inside.set())
+
+    def press() -> None:
+        """Only where the forward pass waits, and long before it may go on."""
+        inside.wait(30)
+        time.sleep(0.3)
+        _thread.interrupt_main()
+        time.sleep(0.3)
+        gate.set()
+
+    user = threading.Thread(target=press)
+    user.start()
     with pytest.raises(KeyboardInterrupt):
         engine(**batch(1))
-    for timer in timers:
-        timer.join()
+    user.join()
+    handle.remove()
     engine.check_integrity()
     for number in range(1, 4):
         step(engine, number)
