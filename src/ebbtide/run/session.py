@@ -264,7 +264,7 @@ class Session:
         self.reclaim()
         self.interceptor.watch_gradients()
         self._notice_unfrozen()
-        self._forwards = 1 if self.course.phase == IDLE else self._forwards + 1
+        self._forwards = 1 if self.idle else self._forwards + 1
         if self._forwards > MANY:
             self._stop_recording()
         if self._forwards > 1:
