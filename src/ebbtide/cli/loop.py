@@ -74,7 +74,7 @@ class Training:
         if config.ssd.memory:
             return_freed_memory()  # RAM is short, else there would be no disk
         else:
-            keep_freed_memory()
+            keep_freed_memory(sparing=config.updates == "in-backward")  # chosen for the memory that it saves
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
         self._ended = False
