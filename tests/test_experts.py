@@ -137,7 +137,7 @@ def train(name: str, config: dict[str, Any], steps: int = STEPS, slices: bool = 
             dist.barrier()
         engine = ebbtide.initialize(MODELS[name](), config)
         if slices:
-            engine._session.needs_slices = True
+            engine._session.planning.needs_slices = True
         try:
             losses = run(engine, 0, steps)
             with engine.weights() as found:

@@ -44,7 +44,7 @@ def train(name: str, mode: str, steps: int, config: dict[str, Any], slices: bool
             dist.barrier()
         engine = ebbtide.initialize(zoo.build(name, mode), config)
         if slices:
-            engine._session.needs_slices = True
+            engine._session.planning.needs_slices = True
         try:
             losses = []
             with Count(engine) as count:

@@ -43,7 +43,7 @@ class Saved(Held):
             )
         session.meet(SAVE, self.steps)
         session.reclaim()
-        session.drain()
+        session.updates.drain()
         facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
         content = {"user": state, "random": resume.random_state()}
         return self._saver.save(self._of_part(Path(path)), self.steps, facts, content, keep, background)
@@ -77,7 +77,7 @@ class Saved(Held):
             if session.course.phase != IDLE:
                 session.abandon()
             self._clear()
-            session.drain()
+            session.updates.drain()
             self._broken = f"loading '{folder}' ended half-way"
 
         with others_too(companions):
@@ -101,5 +101,5 @@ class Saved(Held):
             )
         session.meet(SAVE, self.steps)
         session.reclaim()
-        session.drain()
+        session.updates.drain()
         export(session, Path(path), dtype)

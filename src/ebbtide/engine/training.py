@@ -393,7 +393,7 @@ class Engine(ByName, Saved):
     def synchronize(self) -> None:
         """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
         self._check()
-        self._session.drain()
+        self._session.updates.drain()
         self._tiers.backend.synchronize()
 
     @property

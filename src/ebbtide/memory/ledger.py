@@ -28,6 +28,11 @@ class Ledger:
         self.tags: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
         self.tag_peaks: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in budgets}
 
+    @property
+    def device_alone(self) -> bool:
+        """Whether the device is the only tier: nothing can leave it."""
+        return not self.budgets["host"] and not self.budgets["ssd"]
+
     def room(self, tier: str) -> int:
         """Bytes that may still be reserved; negative where the level has risen over what is left."""
         return self.budgets[tier] - self.reserved[tier] - self.level[tier]

@@ -66,7 +66,7 @@ class Homes:
     def first_level(self, shape: ModelShape) -> int:
         """Without a trace: all but the warm-up share is left to non-model data, where chunks can leave."""
         budgets = self._ledger.budgets
-        if not budgets["host"] and not budgets["ssd"]:
+        if self._ledger.device_alone:
             return 0
         states = self._ledger.tags["device"].get("staging", 0) + sum(
             chunk.nbytes for index in self.at("device") for chunk in self._updates.state_chunks(index)

@@ -34,7 +34,7 @@ class Room:
         self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends a checkpoint that is written from a copy, which no plan counts with."""
         self._course, self._updater, self._eviction = course, updater, eviction
-        self._leaving = may_leave(not (self.ledger.budgets["host"] or self.ledger.budgets["ssd"]))
+        self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
 

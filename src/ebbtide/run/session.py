@@ -25,7 +25,6 @@ from ebbtide.layout import ALONE, Slicing, build_spread_layout, unit_elements
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.activations import OFF
-from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape
 from ebbtide.run.activations import Activations
 from ebbtide.run.adoption import Adoption
@@ -39,7 +38,8 @@ from ebbtide.run.imagining import Imagining
 from ebbtide.run.jobs import Updater
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.mixtures import Layer, find_layers
-from ebbtide.run.model import ModelData, dense, specs_of
+from ebbtide.run.model import ModelData, specs_of
+from ebbtide.run.planning import Planning
 from ebbtide.run.ranks import Ranks
 from ebbtide.run.recording import Recording
 from ebbtide.run.room import HOSTED, Room
@@ -49,7 +49,8 @@ from ebbtide.run.sharing import Sharing
 from ebbtide.run.source import Source
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.terms import cost_of, settings_of, shape_of
-from ebbtide.run.traces import Known, Traces
+from ebbtide.run.traces import Traces
+from ebbtide.run.unfreezing import Unfreezing
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updates import Updates
 from ebbtide.run.wishes import DONE, FORWARD
@@ -106,7 +107,7 @@ class Session:
         self.data.carry_on = Writes(self.data, kernels["host"], self.updates.taken).carry_on
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
         as_they_are = backend.kind == "cpu" and ranks is None
-        self.updates.kept.always = as_they_are and self._alone()
+        self.updates.kept.always = as_they_are and self.ledger.device_alone
         self.updates.kept.where_planned = (
             as_they_are and self.updates.in_backward and self.store.near == "device"
         )
@@ -136,8 +137,10 @@ class Session:
             self.imagining.obstacle = (
                 "experts are spread over ranks: how many tokens come is not known before"
             )
-        self.needs_slices = False
-        """Whether some batch had no plan with whole chunks exchanged between ranks."""
+        self.planning = Planning(
+            config, self.executor, self.traces, self.homes, self.streaming, self.imagining, self.sharing
+        )
+        self.unfreezing = Unfreezing(self.updates, self.room, self.homes, self.traces, self.sharing)
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
         self._forwards = 0
@@ -187,16 +190,6 @@ class Session:
     @property
     def shape(self) -> ModelShape:
         return self.traces.shape
-
-    def drain(self) -> None:
-        """Waits for updates that go on beside the computation."""
-        if self.lock_free is not None:
-            self.lock_free.drain()
-        self.executor.updater.flush()
-
-    def _alone(self) -> bool:
-        """Whether the device is the only tier: nothing can leave it."""
-        return not self.ledger.budgets["host"] and not self.ledger.budgets["ssd"]
 
     def _plan_by(self, config: Config) -> None:
         """What plans are made by, and what they move."""
@@ -248,7 +241,7 @@ class Session:
         with torch.inference_mode(False), torch.no_grad():
             if self.lock_free is not None:
                 self.lock_free.begin_evaluation()
-            if self.idle and not self._alone():
+            if self.idle and not self.ledger.device_alone:
                 before, plan = self.ledger.level["device"], self.course.plan
                 level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
                 self.room.raise_level(max(level, before), guess=True)
@@ -263,7 +256,7 @@ class Session:
         """A training pass is about to run forward: find its plan, or the way to one."""
         self.reclaim()
         self.interceptor.watch_gradients()
-        self._notice_unfrozen()
+        self.unfreezing.notice()
         self._forwards = 1 if self.idle else self._forwards + 1
         if self._forwards > MANY:
             self._stop_recording()
@@ -274,10 +267,10 @@ class Session:
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
-        known = self.traces.find(signature) or self._imagine(signature, args, kwargs)
+        known = self.planning.find(signature, args, kwargs)
         if self.sharing is not None:
-            self._begin_together(self.sharing, known)
-        plan = self._adopt(known) if known is not None else None
+            self.planning.begin_together(self.sharing, known, self.micro)
+        plan = self.planning.adopt(known) if known is not None else None
         if known is None or known.stale or known.record.source != "live":
             self.recording.start(signature, args, kwargs)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
@@ -290,75 +283,10 @@ class Session:
         self.updates.take_over = plan is not None and plan.take_over
         self.executor.begin(plan, self.recording.recorder, offset)
 
-    def _begin_together(self, sharing: Sharing, known: Known | None) -> None:
-        """Where some rank has no plan, gradients are exchanged in slices. Batches that need it take turns with others:
-        one is enough for all that follow."""
-        reductions, device = sharing.reductions, self.room.budget("device")
-        extra = reductions.extra()
-        whole = device - extra if reductions.in_slices else device
-        short = known is None and extra > 0 and not self._roomy()
-        if known is not None and extra and not self.traces.fits(known, whole):
-            short = self.needs_slices = self.needs_slices or self.traces.fits(known, whole + extra)
-        in_slices = sharing.begin(self.micro, short or self.needs_slices)
-        if in_slices != reductions.in_slices:
-            reductions.go(in_slices)
-            self.traces.settle(self.room.budget("device"))
-
-    def _roomy(self) -> bool:
-        """Whether the device has all, and as much as there is."""
-        return self._alone() and self.config.device.memory == "auto"
-
-    def _notice_unfrozen(self) -> None:
-        """Chunks whose first parameter has come to require gradients are trained from now on."""
-        self.wake([m for m, parameter in enumerate(self.data.parameters) if parameter.requires_grad])
-
-    def wake(self, members: Sequence[int]) -> None:
-        """The chunks of these parameters get master, moments and gradient, where they have none. Ranks that share chunks
-        call it together."""
-        data, updates = self.data, self.updates
-        woken = sorted({index for m in members if not data.trained[index := data.places[m].chunk]})
-        for index in woken:
-            data.trained[index] = True
-            updates.add_chunk(index)
-            if not self.ledger.budgets[updates.homes[index]]:
-                updates.homes[index] = "device"  # a plan says nothing of state that there is not
-            master = self.store.chunks.get(("master", index))
-            if master is not None:
-                values = [(m, data.load_value(m, updates.kernels["host"])) for m in data.members[index]]
-                self.homes.give_place(master, updates.homes[index])
-                for member, value in values:
-                    data.store_value(member, dense(value), updates.kernels["host"])
-            if updates.homes[index] == "ssd":
-                self.drain()
-                self.homes.restream()
-        if woken and self.sharing is not None:
-            self.sharing.reductions.reserve()
-        if woken:
-            self.traces.replan(shape_of(data, updates), self.room.budget("device"))
-
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update."""
         if self.updates.taken.members:
             self.updates.taken.give_back()
-
-    def _imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
-        """A symbolic trace, so that even the first iteration has a plan. Not needed where all is resident."""
-        if self._roomy():
-            return None
-        record = self.imagining.imagine(signature, args, kwargs)
-        return None if record is None else self.traces.learn(record)
-
-    def _adopt(self, known: Known) -> Plan | None:
-        """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
-        where the device could still hold it by demand: then the error says so at once."""
-        plan = self.traces.plan(known)
-        if plan is not self.course.plan or not self.homes.as_in(plan):
-            self.homes.follow(plan)
-        self.homes.tidy(plan)
-        self.streaming.expect(
-            plan.update_order(self.config.updates == "in-backward", self.shape.parameter_chunk)
-        )
-        return plan
 
     @contextmanager
     def running(self) -> Iterator[None]:

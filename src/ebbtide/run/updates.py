@@ -243,6 +243,12 @@ class Updates:
         self.chunks.update(index, sources, scale)
         taken.difference_update(members)
 
+    def drain(self) -> None:
+        """Waits for updates that go on beside the computation."""
+        if self.lock_free is not None:
+            self.lock_free.drain()
+        self.executor.updater.flush()
+
     def discard(self) -> None:
         """Forgets the gradients; parameters whose space they took come back from the master."""
         self.taken.restore([m for m in sorted(self.taken.members) if self.arrived[m]])

@@ -96,7 +96,7 @@ def read(
         facts = json.loads(_read_content(folder, metadata, FACTS))
         own = _state_of(rank if facts["ranks"] == size else 0)
         state = torch.load(io.BytesIO(_read_content(folder, metadata, own)), weights_only=True)
-    session.wake(_trained_before(session, facts["tensors"]))
+    session.unfreezing.wake(_trained_before(session, facts["tensors"]))
     with all_or_none(ranks):
         there = {part.key: part for part in parts_of(session) if part.numel}
         _compare(folder, facts["tensors"], there)

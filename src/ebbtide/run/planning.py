@@ -1,0 +1,68 @@
+"""By which plan the next pass runs: one that is known, one made from an imagined pass, or none yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ebbtide.config import Config
+from ebbtide.plan.draft import Plan
+from ebbtide.run.executor import Executor
+from ebbtide.run.homes import Homes
+from ebbtide.run.imagining import Imagining
+from ebbtide.run.sharing import Sharing
+from ebbtide.run.streaming import Streaming
+from ebbtide.run.traces import Known, Traces
+
+
+class Planning:
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        traces: Traces,
+        homes: Homes,
+        streaming: Streaming,
+        imagining: Imagining,
+        sharing: Sharing | None,
+    ) -> None:
+        self._room, self._course = executor.room, executor.course
+        self._traces, self._homes, self._streaming = traces, homes, streaming
+        self._imagining, self._sharing = imagining, sharing
+        self._in_backward = config.updates == "in-backward"
+        self._roomy = self._room.ledger.device_alone and config.device.memory == "auto"
+        """The device has all, and as much as there is."""
+        self.needs_slices = False
+        """Whether some batch had no plan with whole chunks exchanged between ranks."""
+
+    def find(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """What is known of a batch like this one. Where that is nothing, a symbolic trace, so that even the first
+        iteration has a plan; not needed where all is resident."""
+        known = self._traces.find(signature)
+        if known is not None or self._roomy:
+            return known
+        record = self._imagining.imagine(signature, args, kwargs)
+        return None if record is None else self._traces.learn(record)
+
+    def begin_together(self, sharing: Sharing, known: Known | None, micro: int) -> None:
+        """Where some rank has no plan, gradients are exchanged in slices. Batches that need it take turns with others:
+        one is enough for all that follow."""
+        reductions, device = sharing.reductions, self._room.budget("device")
+        extra = reductions.extra()
+        whole = device - extra if reductions.in_slices else device
+        short = known is None and extra > 0 and not self._roomy
+        if known is not None and extra and not self._traces.fits(known, whole):
+            short = self.needs_slices = self.needs_slices or self._traces.fits(known, whole + extra)
+        in_slices = sharing.begin(micro, short or self.needs_slices)
+        if in_slices != reductions.in_slices:
+            reductions.go(in_slices)
+            self._traces.settle(self._room.budget("device"))
+
+    def adopt(self, known: Known) -> Plan:
+        """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
+        where the device could still hold it by demand: then the error says so at once."""
+        plan = self._traces.plan(known)
+        if plan is not self._course.plan or not self._homes.as_in(plan):
+            self._homes.follow(plan)
+        self._homes.tidy(plan)
+        self._streaming.expect(plan.update_order(self._in_backward, self._traces.shape.parameter_chunk))
+        return plan
