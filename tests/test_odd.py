@@ -167,7 +167,18 @@ class ShallowByNumpy(Shallow):
     chance = staticmethod(np.random.random)
 
 
-@pytest.mark.parametrize("kind", [Shallow, ShallowByNumpy])
+class ShallowByItsOwn(Shallow):
+    """By generators that the model has to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if self.python.random() + self.numpy.random() < 1.0 else layer(x)
+
+
+@pytest.mark.parametrize("kind", [Shallow, ShallowByNumpy, ShallowByItsOwn])
 def test_chance_is_the_plain_loops(make: Any, kind: type[nn.Module], place: dict[str, Any]) -> None:
     """Where there is a plan to be made, too: a pass that is only imagined leaves no trace in what is drawn after it."""
 

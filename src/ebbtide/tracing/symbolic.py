@@ -7,8 +7,6 @@ fake kernel) says why, and the first iteration is cautious instead.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from ebbtide.intercept import Unit
 from ebbtide.intercept.kept import Kept
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
+from ebbtide.tracing.chance import undrawn
 from ebbtide.tracing.elsewhere import Rules
 from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
@@ -202,7 +201,7 @@ def _trace(
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
     with (
-        _undrawn(),
+        undrawn(module),
         _unchanged(module, partial(_imagined, mode, parameters), kept),
         even_load(module),
         substituted(observer, fake),
@@ -266,21 +265,6 @@ def _imagined(mode: FakeTensorMode, parameters: FakeParameters, value: torch.Ten
         with mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=parameters.device)
     return mode.from_tensor(value)
-
-
-@contextmanager
-def _undrawn() -> Iterator[None]:
-    """What is drawn at random meanwhile is drawn again after it: by torch, Python, and NumPy where that is in use."""
-    numpy = sys.modules.get("numpy.random")
-    drawn = numpy.get_state(legacy=False) if numpy is not None else None
-    python = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(drawn)
 
 
 @contextmanager
