@@ -137,13 +137,8 @@ class CpuBackend:
         if self._poison:
             # All bits set is a NaN in every floating dtype. No operator: a trace would take it for the model's.
             ctypes.memset(memory.data_ptr(), 0xFF, memory.numel())
-        # The collector may free what an engine left, on a thread that has the lock: then that takes it back.
+        # Whoever allocates next takes it back: the collector may free what an engine left, where a thread has the lock.
         self._freed.append((tier, memory))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._lock.release()
 
     def _take_back(self) -> None:
         while self._freed:

@@ -13,7 +13,7 @@ move or when: that is the executor's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -314,21 +314,38 @@ class ChunkStore:
         self._start(chunk, SSD_WRITE)
 
     def _start(self, chunk: Chunk, link: str) -> None:
+        """A move that could not start as a whole is none: the chunk stays where it is good."""
         events: list[Event] = []
-        chunk.move = (link, events)
+        try:
+            if link in (SSD_READ, SSD_WRITE):
+                self._exchange(chunk, link, events)
+            else:
+                self._copy(chunk, link, events)
+            chunk.move = (link, events)
+        except BaseException as error:
+            chunk.move = None
+            wait_for_all(events)
+            if not isinstance(error, Exception):  # an interrupt: one may have started that nobody knows of
+                self._outlast_all()
+            self._close(chunk, self.ends_of(link)[1])
+            raise
         self._moves += 1
         chunk.started = self._moves
         self.traffic.moved[link] += chunk.nbytes
-        if link in (SSD_READ, SSD_WRITE):
-            events += self._exchange(chunk, link)
-            return
+
+    def _outlast_all(self) -> None:
+        self.backend.synchronize()
+        if self.ssd_space is not None:
+            self.ssd_space.disk.synchronize()
+
+    def _copy(self, chunk: Chunk, link: str, events: list[Event]) -> None:
         assert chunk.device is not None and chunk.host is not None
         for fragment in chunk.host:
             part = chunk.device[fragment.start : fragment.start + fragment.memory.numel()]
             pair = (part, fragment.memory) if link == TO_DEVICE else (fragment.memory, part)
             events.append(self.backend.copy(*pair, link))
 
-    def _exchange(self, chunk: Chunk, link: str) -> Iterator[Event]:
+    def _exchange(self, chunk: Chunk, link: str, events: list[Event]) -> None:
         """Starts reading or writing each piece of the chunk, from or to wherever its memory is."""
         assert chunk.ssd is not None and self.ssd_space is not None
         self.before_stored(chunk)
@@ -338,7 +355,7 @@ class ChunkStore:
             memory = [
                 piece.view(torch.uint8) for _, piece in chunk.slices(self.near, stored.first, stored.count)
             ]
-            yield act(stored.extent, memory, stored.offset)
+            events.append(act(stored.extent, memory, stored.offset))
 
     def settle(self, chunk: Chunk, host: bool = False) -> None:
         """Ends work and a move under way. With `host` the host itself may read or write its copy afterwards."""
@@ -350,8 +367,8 @@ class ChunkStore:
                 event.synchronize()
             chunk.pending = []
 
-    def end_move(self, chunk: Chunk) -> None:
-        """Ends a move under way, and leaves work on the chunk to itself."""
+    def end_move(self, chunk: Chunk, keep_source: bool = False) -> None:
+        """Ends a move under way, and leaves work on the chunk to itself. With `keep_source` what left is still there."""
         if chunk.move is None:
             return
         link, events = chunk.move
@@ -365,7 +382,7 @@ class ChunkStore:
         if link in (TO_DEVICE, TO_HOST):
             chunk.pending = events
         chunk.mark(arrived, True)
-        if link in (TO_HOST, SSD_WRITE):
+        if link in (TO_HOST, SSD_WRITE) and not keep_source:
             self._close(chunk, left)
 
     def ends_of(self, link: str) -> tuple[str, str]:
@@ -389,19 +406,13 @@ class ChunkStore:
         """The chunk is wanted on the device: a fetch is ended, an eviction leaves a clean pair behind."""
         if chunk.work is not None:
             chunk.work.settle()
-        if chunk.move is not None and chunk.move[0] in (TO_HOST, SSD_WRITE):
-            link, events = chunk.move
-            chunk.move = None
-            try:
-                self._wait(events, link)
-            except BaseException:
-                self._close(chunk, self.ends_of(link)[1])
-                raise
-            if link == TO_HOST:
-                chunk.pending = events
-            chunk.mark(self.ends_of(link)[1], True)
-        else:
-            self.settle(chunk)
+        self.end_move(chunk, keep_source=True)
+
+    def mirror(self, chunk: Chunk) -> None:
+        """The host has a copy of what the device has, too, where it stays."""
+        self._open(chunk, "host")
+        self._start(chunk, TO_HOST)
+        self.end_move(chunk, keep_source=True)
 
     def moving(self, link: str) -> list[Chunk]:
         """Chunks that are on their way over a link, in the order in which they set out."""

@@ -24,6 +24,7 @@ import torch
 
 from ebbtide.backend.base import Event, wait_for_all
 from ebbtide.disk.space import Extent
+from ebbtide.errors import IntegrityError
 from ebbtide.memory.chunk import SSD_READ, SSD_WRITE
 from ebbtide.memory.ssd import Group, SsdSpace, offsets
 
@@ -112,9 +113,9 @@ class StateStream:
 
         `under_way`: chunks whose updates have begun; `chunks`: those that follow, in the order so far. Returns the new
         order; None while the updating thread has the buffers."""
-        if not self._lock.acquire(blocking=False):
+        if self._lock.locked():
             return None
-        try:
+        with self._lock:
             read = {index for index, _ in self._ahead}
             order = [i for i in chunks if i in read] + sorted(i for i in chunks if i not in read)
             wanted = self._passing(order)
@@ -124,8 +125,6 @@ class StateStream:
                 self._next = 0
                 self._read_ahead()
             return order
-        finally:
-            self._lock.release()
 
     def _passing(self, chunks: Sequence[int]) -> list[Key]:
         """Their pieces that stream."""
@@ -139,11 +138,9 @@ class StateStream:
 
     def advance(self) -> None:
         """Reads ahead into buffers that have become free."""
-        if self._lock.acquire(blocking=False):  # else the updating thread is at it
-            try:
+        if not self._lock.locked():  # else the updating thread is at it
+            with self._lock:
                 self._read_ahead()
-            finally:
-                self._lock.release()
 
     def drain(self) -> None:
         """Waits until everything that was given back is on SSD."""
@@ -155,6 +152,9 @@ class StateStream:
     def settle(self, index: int | None = None) -> None:
         """SSD has all of a chunk's newest state afterwards, or of all chunks'; no update of them is under way."""
         with self._lock:
+            while any(index in (None, slot.key[0]) for slot in self._writing):
+                self._collect(wait=True)
+            self._raise_failed()
             behind = [(key, slot) for key, slot in self._kept_of(index) if slot.changed]
             writes: list[Event] = []
             for _, slot in behind:
@@ -180,17 +180,15 @@ class StateStream:
             self._turn_to([])
             self.failed = None
 
-    def close(self) -> list[torch.Tensor]:
-        """Waits for what is under way, and gives the buffers back; what only they have is lost (see `settle`)."""
+    def close(self) -> None:
+        """Waits for what is under way, and lets the buffers go; what only they have is lost (see `settle`)."""
         with self._lock:
             self._turn_to([])
             self._drop_ahead()
             while self._writing:
                 self._collect(wait=True)
-            found = [slot.memory for slot in (*self._free, *self._kept.values())]
             self._free.clear()
             self._kept.clear()
-            return found
 
     # -- what the updating thread says --------------------------------------------------------------------
 
@@ -209,13 +207,11 @@ class StateStream:
                 self._read(slot, key)
             self._taken.add(key)
             self._read_ahead()
-        try:
-            for event in slot.events:
-                event.wait()
-        except BaseException:
-            self.give(slot, changed=False)
-            raise
+        failed = wait_for_all(slot.events)  # all of them: the others still write to the buffer
         slot.events = []
+        if failed is not None:
+            self.give(slot, changed=False)
+            raise failed
         slot.holds = kept is not None
         return slot
 
@@ -256,7 +252,11 @@ class StateStream:
             slot.events = [self._space.disk.read(slot.extent, [slot.memory[: slot.used]])]
             self._moved[SSD_READ] += slot.used
             return
-        known = self._known.get(key[0], frozenset())
+        known = self._known.get(key[0])
+        if known is None:
+            raise IntegrityError(
+                f"the state of chunk {key[0]} is on SSD, and the stream was not opened for it"
+            )
         slot.events = []
         for (kind, _), start, end in zip(group.kinds, starts, starts[1:], strict=False):
             if kind in known:

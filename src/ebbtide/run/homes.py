@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.hostside import beside_updates, streamed_state
@@ -16,6 +17,20 @@ from ebbtide.run.updates import Updates
 FIRST_BATCH = 20
 """One of so many parts of a device with SSD beside it is kept free for the first batch; before its operators run there
 is a plan."""
+
+PHASES = (
+    ("host", "ssd"),
+    ("device", "ssd"),
+    ("device", "host"),
+    ("host", "device"),
+    ("ssd", "device"),
+    ("ssd", "host"),
+    ("ssd", "ssd"),
+    ("device", "device"),
+    ("host", "host"),
+)
+"""In which order state changes its home: what goes between the device and SSD passes through the host, which is emptiest
+in the middle. Last what is only looked after."""
 
 
 class Homes:
@@ -32,6 +47,8 @@ class Homes:
         self._settings, self._warmup_share = settings, warmup_share
         self.homes = updates.homes
         """By chunk."""
+        self._settled = True
+        """Whether state is where `homes` says, and streams accordingly."""
 
     def at(self, tier: str) -> list[int]:
         return [index for index, home in enumerate(self.homes) if home == tier]
@@ -101,38 +118,76 @@ class Homes:
 
     def restream(self) -> None:
         """Other chunks than so far have state on SSD, or other state."""
+        self._settled = False
         self._streaming.put_back()
         self.stream(self.at("ssd"), {})
+        self._settled = True
+
+    def settle(self) -> None:
+        """State is where the books have it, though a plan could not be followed to its end."""
+        if self._settled:
+            return
+        self._executor.updater.flush()
+        self._streaming.put_back()
+        self._move_all(dict(enumerate(self.homes)), strict=True)
+        self.restream()
 
     # -- plans ----------------------------------------------------------------------------------------
 
     def as_in(self, plan: Plan) -> bool:
-        return self.homes == list(plan.homes) and self._streaming.kept == plan.host.kept
+        found = self.homes == list(plan.homes) and self._streaming.kept == plan.host.kept
+        return self._settled and found
 
     def follow(self, plan: Plan) -> None:
         """Brings optimizer state to the plan's homes."""
         executor, homes = self._executor, self.homes
-        moving = [index for index, home in enumerate(plan.homes) if home != homes[index]]
-        restaged = any("ssd" in (homes[index], plan.homes[index]) for index in moving)
-        restaged |= self._streaming.kept != plan.host.kept
-        # A plan before this one may have failed half-way, for want of room.
-        restaged |= executor.updater.state is None and "ssd" in plan.homes
-        if self._updates.lock_free is not None and (moving or restaged):
+        to = {i: home for i, home in enumerate(plan.homes) if home != homes[i] or not self._settled}
+        restaged = any("ssd" in (homes[index], home) for index, home in to.items())
+        restaged |= not self._settled or self._streaming.kept != plan.host.kept
+        if self._updates.lock_free is not None and (to or restaged):
             self._updates.lock_free.open([])
         executor.updater.flush()
         executor.course.plan = None
         if executor.room.activations is not None:
             executor.room.activations.foresee(plan.away)
+        self._settled = False  # until all of it is done: whatever ends this early
         if restaged:
             self._streaming.put_back()
-        leaving = [index for index in moving if plan.homes[index] != "device"]
-        for index in sorted(leaving, key=lambda i: plan.homes[i] != "ssd"):
-            self._move(index, plan.homes[index])
+        leaving = {i: home for i, home in to.items() if home != "device" and homes[i] != "ssd"}
+        stuck = self._move_all(leaving)
+        left = stuck | {i: home for i, home in to.items() if i not in leaving}
+        if stuck:
+            left = self._move_all(left)  # it waits for the place of what comes from there
         executor.room.raise_level(max(plan.levels, default=0))
+        try:
+            self._arrive(plan, left, restaged)
+        except BudgetError:
+            self._spare_copies(lambda: False)
+            self._arrive(plan, left, restaged)
+        self._settled = True
+
+    def _arrive(self, plan: Plan, left: Mapping[int, str], restaged: bool) -> None:
+        self._move_all(left, strict=True)
         if restaged:
             self.stream([i for i, home in enumerate(plan.homes) if home == "ssd"], plan.host.kept)
-        for index in moving:
-            self._move(index, plan.homes[index])
+
+    def _move_all(self, to: Mapping[int, str], strict: bool = False) -> dict[int, str]:
+        """Moves the state of these chunks, in an order in which room is made before it is taken. What does not fit is
+        tried again when others have gone, and is returned; with `strict` that is an error."""
+        left = dict(sorted(to.items(), key=lambda pair: PHASES.index((self.homes[pair[0]], pair[1]))))
+        while left:
+            refused: dict[int, str] = {}
+            for index, home in left.items():
+                try:
+                    self._move(index, home)
+                except BudgetError:
+                    if strict and len(refused) == len(left) - 1:
+                        raise
+                    refused[index] = home
+            if len(refused) == len(left):
+                break
+            left = refused
+        return left
 
     def tidy(self, plan: Plan) -> None:
         """Copies on SSD that this plan will not need again give their places back."""
@@ -148,11 +203,14 @@ class Homes:
 
     def spare_host(self, needed: int) -> None:
         """Parameters whose state lives on the device give up their copies on the host where that is wanted."""
+        self._executor.room.make("host", needed)
+        self._spare_copies(lambda: self._ledger.room("host") >= needed)
+
+    def _spare_copies(self, enough: Callable[[], bool]) -> None:
         executor, store, ledger = self._executor, self._store, self._ledger
-        executor.room.make("host", needed)
         for index in self.at("device"):
             chunk = self._data.parameter_chunk(index)
-            if ledger.room("host") >= needed:
+            if enough():
                 return
             if chunk.host is None or chunk.work is not None:
                 continue

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from traceback import clear_frames
 
 from ebbtide.backend import Event, Stream
 from ebbtide.backend.cpu import CopyEvent
@@ -23,15 +24,19 @@ from ebbtide.memory.stream import StateStream
 class _Handle:
     """A job as chunks know it: whoever drops an engine drops its jobs, though chunks outlive both for a moment."""
 
-    __slots__ = ("_job",)
+    __slots__ = ("_chunks", "_job")
 
-    def __init__(self, job: Job) -> None:
-        self._job = weakref.ref(job)
+    def __init__(self, job: Job, chunks: Sequence[Chunk]) -> None:
+        self._job, self._chunks = weakref.ref(job), chunks
 
     def settle(self) -> None:
         job = self._job()
         if job is not None:
             job.settle()
+        else:  # an interrupt came before anybody was given the job
+            for chunk in self._chunks:
+                if chunk.work is self:
+                    chunk.work = None
 
 
 class Job:
@@ -45,18 +50,22 @@ class Job:
         work: Callable[[], None],
         finish: Callable[[bool], None],
         failed: Callable[[BaseException], None],
+        wake: Callable[[], None],
     ) -> None:
+        """`wake` sees to it that the other thread knows what it has been given."""
         self._chunks = chunks
         self._waits = list(waits)
         self._work: Callable[[], None] | None = work
         self._finish = finish
-        self._failed = failed
+        self._failed, self._wake = failed, wake
         self._event: CopyEvent | None = None
+        self.begun = False
+        """The other thread is at it, or was."""
         self.index = chunks[0].index
         for chunk in chunks:
             if chunk.work is not None:
                 raise StateError(f"{chunk} is already being updated")
-        handle = _Handle(self)
+        handle = _Handle(self, chunks)
         for chunk in chunks:
             chunk.work = handle
 
@@ -78,8 +87,10 @@ class Job:
         try:
             self.run()
         except BaseException as caught:
+            _let_frames_go(caught)
             error = caught
         self._event.set(error)
+        error = None  # else it would hold this frame, which holds it
 
     def done(self) -> bool:
         return self._event is None or self._event.done()
@@ -93,16 +104,24 @@ class Job:
         if self.settled:
             return
         error, interrupt = self._end()
-        if error is not None:
-            self._failed(error)
-        self._let_go()
-        self._finish(error is None)
-        if error is not None or interrupt is not None:
-            raise error or interrupt  # type: ignore[misc]
+        try:
+            if error is not None:
+                self._failed(error)
+            self._let_go()
+            self._finish(error is None)
+            if error is not None or interrupt is not None:
+                raise error or interrupt  # type: ignore[misc]
+        except BaseException as caught:
+            if caught is not interrupt:
+                self._failed(caught)  # an interrupt that came among the books
+            raise
+        finally:
+            del error, interrupt
 
     def _end(self) -> tuple[BaseException | None, BaseException | None]:
         """What the job raised, and what interrupted this."""
         if self._event is not None:
+            self._wake()
             interrupt = self._event.outlast()
             return self._event.error, interrupt
         try:
@@ -112,10 +131,17 @@ class Job:
         return None, None
 
     def _let_go(self) -> None:
-        self._work = None
+        self._work = self._event = None
         for chunk in self._chunks:
             chunk.work = None
         self._chunks = ()
+
+
+def _let_frames_go(error: BaseException) -> None:
+    """What raised it keeps its lines, and no longer the memory that it worked on."""
+    for one in (error, error.__cause__, error.__context__):
+        if one is not None and one.__traceback__ is not None:
+            clear_frames(one.__traceback__)
 
 
 class Updater:
@@ -132,9 +158,7 @@ class Updater:
         self.state: StateStream | None = None
         """Where state comes from that is on SSD."""
         self._pending: deque[Job] = deque()
-        """In the order in which they are done."""
-        self._waiting: deque[Job] = deque()
-        """Of these, those that nobody has begun; the thread takes the first."""
+        """In the order in which they are done; the thread takes the first that nobody has begun."""
         self._lock = threading.RLock()
         self._to_reorder = False
         """As soon as the stream of state can be told."""
@@ -148,50 +172,53 @@ class Updater:
         finish: Callable[[bool], None],
         at_once: bool = False,
     ) -> None:
-        job = Job(chunks, waits, work, finish, self._fail)
+        job = Job(chunks, waits, work, finish, self._fail, self._wake)
         if at_once or not self.background:
             job.settle()
             return
         if self._stream is None:
             self._stream = Stream("ebbtide-updates")
             weakref.finalize(self, self._stream.close)
-        # Whatever interrupts this, what is pending is carried out: else whoever waits for it would wait for ever.
+        job.hand_over()
         with self._lock:
-            job.hand_over()
-            self._waiting.append(job)
-        self._pending.append(job)
+            self._pending.append(job)  # from here on, whatever interrupts this, it is carried out
         self._stream.submit(self._work_off)
 
     def _wake(self) -> None:
         """Where `submit` was interrupted, the thread does not know of its job yet."""
-        if self._waiting and self._stream is not None:
+        with self._lock:
+            waiting = self._first_waiting() is not None
+        if waiting and self._stream is not None:
             self._stream.submit(self._work_off)
+
+    def _first_waiting(self) -> Job | None:
+        return next((job for job in self._pending if not job.begun), None)
 
     def _work_off(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
+                job = self._first_waiting()
+                if job is None:
                     return
-                job = self._waiting.popleft()
+                job.begun = True
             job.carry_out()
 
     def reorder(self) -> None:
         """What has not begun is done in the order of the chunks, but for what has been read ahead."""
         with self._lock:
             self._to_reorder = False
-            if len(self._waiting) < 2:
+            waiting = [job for job in self._pending if not job.begun]
+            if len(waiting) < 2:
                 return
-            waiting = {id(job) for job in self._waiting}
-            begun = [job for job in self._pending if id(job) not in waiting]
+            begun = [job for job in self._pending if job.begun]
             under_way = [job.index for job in begun if not job.settled and not job.done()]
-            chunks = [job.index for job in self._waiting]
+            chunks = [job.index for job in waiting]
             order = sorted(chunks) if self.state is None else self.state.detour(under_way, chunks)
             if order is None:
                 self._to_reorder = True
                 return
             place = {index: number for number, index in enumerate(order)}
-            self._waiting = deque(sorted(self._waiting, key=lambda job: place[job.index]))
-            self._pending = deque([*begun, *self._waiting])
+            self._pending = deque([*begun, *sorted(waiting, key=lambda job: place[job.index])])
 
     def collect(self) -> None:
         """Settles what is over, and keeps state coming."""
@@ -200,17 +227,27 @@ class Updater:
         if self.state is not None:
             self.state.advance()
         while self._pending and (self._pending[0].settled or self._pending[0].done()):
-            self._pending.popleft().settle()
+            self._settle_first()
 
     def settle_oldest(self) -> bool:
         """Waits for one job; False where none is pending."""
-        self._wake()
         while self._pending:
-            job = self._pending.popleft()
-            if not job.settled:
-                job.settle()
+            if self._settle_first():
                 return True
         return False
+
+    def _settle_first(self) -> bool:
+        """Whether it was not settled yet."""
+        job = self._pending[0]
+        news = not job.settled
+        try:
+            job.settle()
+        finally:
+            # Whoever settles one may come here again, for another chunk's sake.
+            if job.settled and self._pending and self._pending[0] is job:
+                with self._lock:
+                    self._pending.popleft()
+        return news
 
     def flush(self) -> None:
         """Waits for all of them."""
@@ -221,10 +258,9 @@ class Updater:
 
     def drop(self) -> None:
         """Lets everything end, whatever comes of it; `failed` says that."""
-        self._wake()
         while self._pending:
             with suppress(Exception):
-                self._pending.popleft().settle()
+                self._settle_first()
         if self.state is not None:
             with suppress(Exception):
                 self.state.drain()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.backend import Event
-from ebbtide.memory.chunk import SSD_WRITE, TO_DEVICE, Chunk
+from ebbtide.memory.chunk import SSD_WRITE, TIERS, TO_DEVICE, Chunk
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.course import Course
 from ebbtide.run.model import ModelData
@@ -96,9 +96,12 @@ class Places:
         if chunk.work is not None or (chunk.move is not None and chunk.move[0] in (TO_DEVICE, SSD_WRITE)):
             self.store.turn_back(chunk)
         if not chunk.host_valid and chunk.move is None:
-            if chunk.device_valid:
+            if chunk.device_valid and chunk.pins:
+                self.room.make_for(chunk, "host")
+                self.store.mirror(chunk)
+            elif chunk.device_valid:
                 self.room.evict(chunk)
-            if chunk.move is None:  # SSD has it, so nothing was moved
+            if chunk.move is None and not chunk.host_valid:  # SSD has it, so nothing was moved
                 self.room.make_for(chunk, "host")
                 self.store.load(chunk)
         return chunk.move[1] if chunk.move is not None else chunk.pending
@@ -172,30 +175,29 @@ class Places:
         self.store.allocate(chunk, tier, zero=True)
 
     def go_home(self, chunk: Chunk, tier: str) -> None:
-        """Moves an optimizer-state chunk to where the plan wants it."""
-        if chunk.free and chunk.ssd is not None and tier != "ssd":
-            self.store.drop(chunk, "ssd")  # a place that nothing was written to
-        if chunk.free or chunk.valid_on(tier):
-            return
+        """Moves an optimizer-state chunk to where the plan wants it, however far an attempt before this one came."""
+        self.store.settle(chunk)
+        if not chunk.free and not chunk.valid_on(tier):
+            self._go(chunk, tier)
+            self.store.settle(chunk)
+        for other in TIERS:
+            # One that is free may have a place on SSD that nothing was written to.
+            if other != tier and getattr(chunk, other) is not None:
+                self.store.drop(chunk, other)
+
+    def _go(self, chunk: Chunk, tier: str) -> None:
         near = self.store.near
         if tier == "ssd":
             if not chunk.valid_on(near):
                 self.go_home(chunk, near)
             self.store.save(chunk)
-        elif chunk.ssd_valid and tier != near:
+            return
+        if tier != near and not (chunk.device_valid or chunk.host_valid):
             self.go_home(chunk, near)
-            self.go_home(chunk, tier)
-        elif chunk.ssd_valid:
-            self.room.make_for(chunk, tier)
+        self.room.make_for(chunk, tier)
+        if tier == near and chunk.ssd_valid:
             self.store.load(chunk)
-            self.store.settle(chunk)
-            self.store.drop(chunk, "ssd")
         elif tier == "device":
-            self.room.make_for(chunk, tier)
             self.store.fetch(chunk)
-            self.store.settle(chunk)
-            self.store.drop(chunk, "host")
         else:
-            self.room.make_for(chunk, "host")
             self.store.evict(chunk)
-        self.store.settle(chunk)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.plan.evict import Candidate, choose
-from ebbtide.plan.shape import WHOLE, may_leave
+from ebbtide.plan.shape import PARAM, WHOLE, may_leave
 from ebbtide.run.activations import Activations
 from ebbtide.run.course import Course
 from ebbtide.run.jobs import Updater
@@ -225,7 +225,8 @@ class Room:
 
     def _make_on_host(self, needed: int) -> None:
         """Frees host memory where there is SSD: copies of parameters that are elsewhere, then parameters themselves,
-        those of the farthest next use first. What is short after that, the reservation will say."""
+        those of the farthest next use first, then copies of those on their way to the device. What is short after that,
+        the reservation will say."""
         if needed <= self.ledger.room("host"):
             return
         self._updater.collect()
@@ -241,6 +242,10 @@ class Room:
             while attempt == "updates" and needed > self.ledger.room("host"):
                 if not self._updater.settle_oldest():
                     break
+        for chunk in self.store.moving(TO_DEVICE):
+            if needed > self.ledger.room("host") and chunk.kind == PARAM and chunk not in self._guarded:
+                self.store.end_move(chunk)
+                self.store.drop(chunk, "host")
         if needed > self.ledger.room("host"):
             self._end_saving()
 

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from ebbtide.backend import Backend
+from ebbtide.backend.elsewhere import not_on_ours
 from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
 from ebbtide.intercept import Interceptor, find_units
@@ -147,7 +149,7 @@ class Session:
         """Of the pass that is under way."""
         self.micro = 0
         """Backward passes since the last update."""
-        weakref.finalize(self.executor, _release, self.store)
+        weakref.finalize(self.executor, not_on_ours, partial(_release, self.store))
         try:
             with nullcontext() if self.sharing is None else self.sharing.beginning():
                 self._adoption(source).take_over(self.shape, choice)
@@ -275,6 +277,7 @@ class Session:
             self.recording.start(signature, args, kwargs)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
+            self.homes.settle()
             self.room.raise_level(self.homes.first_level(self.shape), guess=True)
         if self.lock_free is not None:
             homes, states = self.homes.homes, self.shape.state_bytes
@@ -358,6 +361,7 @@ class Session:
     # -- update ---------------------------------------------------------------------------------------
 
     def apply(self, scale: float) -> None:
+        self.homes.settle()
         self.course.phase = UPDATING
         try:
             self.updates.apply(scale)

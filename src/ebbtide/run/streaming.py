@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
+
+from ebbtide.backend.elsewhere import not_on_ours
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.stream import StateStream
@@ -18,7 +21,8 @@ TAG = "staging"
 class Streaming:
     def __init__(self, store: ChunkStore, updater: Updater, states: Callable[[int], list[Chunk]]) -> None:
         self._store, self._updater, self._states = store, updater, states
-        self._reserved = 0
+        self._staged = _Staged(store)
+        weakref.finalize(self, not_on_ours, self._staged.give_back)
         self.kept: dict[int, int] = {}
         """By chunk, how many of its pieces stay in RAM."""
         settle = weakref.WeakMethod(
@@ -45,16 +49,19 @@ class Streaming:
         needed = SLOTS * size + sum(count * sizes[i] for i, count in kept.items())
         room.make(store.near, needed)
         store.ledger.reserve(store.near, TAG, needed)
-        self._reserved, self.kept = needed, dict(kept)
-        for index in chunks:
-            for state in self._states(index):
-                store.reserve_ssd(state)
+        self._staged.reserved = needed
+        try:
+            for index in chunks:
+                for state in self._states(index):
+                    store.reserve_ssd(state)
+            slots = self._staged.take(size, SLOTS)
+            own = {i: self._staged.take(sizes[i], count) for i, count in kept.items()}
+        except BaseException:
+            self.close()
+            raise
+        self.kept = dict(kept)
         self._updater.state = StateStream(
-            store.ssd_space,
-            [store.backend.allocate(store.near, size) for _ in range(SLOTS)],
-            store.traffic.moved,
-            self._updater.background,
-            {i: [store.backend.allocate(store.near, sizes[i]) for _ in range(n)] for i, n in kept.items()},
+            store.ssd_space, slots, store.traffic.moved, self._updater.background, own
         )
         for index in chunks:
             self.note(index)
@@ -85,9 +92,31 @@ class Streaming:
         """Waits for what is under way, and gives the buffers back, whatever they hold."""
         stream, self._updater.state = self._updater.state, None
         self.kept = {}
-        if stream is None:
-            return
-        for memory in stream.close():
-            self._store.backend.free(self._store.near, memory)
-        self._store.ledger.release(self._store.near, TAG, self._reserved)
-        self._reserved = 0
+        if stream is not None:
+            stream.close()
+        self._staged.give_back()
+
+
+class _Staged:
+    """Memory that state passes through, and what is reserved for it."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self.reserved = 0
+        self._memories: list[torch.Tensor] = []
+
+    def take(self, size: int, count: int) -> list[torch.Tensor]:
+        found = [self._store.backend.allocate(self._store.near, size) for _ in range(count)]
+        self._memories += found
+        return found
+
+    def give_back(self) -> None:
+        """When nothing reads or writes it: an engine may have been dropped as it was."""
+        store = self._store
+        if self._memories and store.ssd_space is not None:
+            store.ssd_space.disk.synchronize()
+        memories, self._memories = self._memories, []
+        for memory in memories:
+            store.backend.free(store.near, memory)
+        reserved, self.reserved = self.reserved, 0
+        store.ledger.release(store.near, TAG, reserved)

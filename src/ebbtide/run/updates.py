@@ -165,6 +165,8 @@ class Updates:
         index = self.data.places[member].chunk
         taken = self.taken.members
         if self.take_over and (member in taken or not self.arrived[member]):
+            if taken.isdisjoint(self.data.members[index]):
+                self.data.notice_writes(index)  # what a user wrote goes to the master, while it is there
             taken.add(member)
             return self.data.parameter_chunk(index)
         return self.store.chunks["grad", index]
