@@ -206,11 +206,11 @@ class ModelData:
             return
         chunk = self.computed(index)
         assert chunk.device is not None
+        self.bound[index] = False  # first: whatever interrupts this, who needs them binds all of them again
         for _, member in self._bound[index]:
             self.memory[member].data = self._placeholder(member)
         del self._storages[chunk.device.untyped_storage()._cdata]
         chunk.aliases -= len(self._bound[index])
-        self.bound[index] = False
         self._versions[index] = self._version(index)
 
     def _version(self, index: int) -> int:
