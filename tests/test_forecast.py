@@ -233,6 +233,13 @@ def test_lock_free_updates_of_what_is_all_on_the_device() -> None:
     assert found.moved_bytes["ssd_read"] == found.moved_bytes["ssd_write"] == 0
 
 
+def test_lock_free_updates_where_ram_is_one_tier() -> None:
+    """What has been added to waits is given back though no update has consumed it."""
+    tight = CPU | {"device": CPU["device"] | {"memory": "30MB"}, "host": CPU["host"] | {"memory": "30MB"}}
+    found = ebbtide.forecast("gpt2-tiny", tight, seq=64, config={"updates": "lock-free"})
+    assert found.fits and found.bytes["ssd"]["state"] > 0
+
+
 def test_budgets_of_the_config_are_those_of_the_forecast() -> None:
     def asked(**config: object) -> Any:
         return ebbtide.forecast("gpt2-tiny", "v100-node", gpus=1, seq=64, config=config)

@@ -255,7 +255,7 @@ class _Walk(Books):
             self._measure(place)
             for use in self.ends[place]:
                 if use.after == FREE and use.item in self.held:
-                    self.give(use.item, self.fresh[chunk] if self.beside else self.compute)
+                    self.give(use.item, self.fresh.get(chunk, self.compute) if self.beside else self.compute)
 
     def _update(self, chunk: int, place: int) -> None:
         count = self.job.update_bytes[chunk]
