@@ -76,7 +76,7 @@ class ByName(Held):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes weights and buffers by name; every key must be there and no other."""
         session = self._open()
-        session.executor.updater.drop()
+        self._end_pending()
         self._clear()
         values.load_state_dict(session, state)
         self._mend()
@@ -90,7 +90,7 @@ class ByName(Held):
                 "load_weights: tensor parallelism has split the module; load_state_dict() takes whole tensors, too"
             )
         files = WeightFiles(folder, self.module, {place.name: place.shape for place in session.data.places})
-        session.executor.updater.drop()
+        self._end_pending()
         self._clear()
         files.load(session)
         self._mend()

@@ -46,6 +46,12 @@ class Held:
         self._session.unmanaged.discard()
         self._losses = []
 
+    def _end_pending(self) -> None:
+        """Before all weights are written. What an engine that is broken has pending may never be done: it goes."""
+        self._session.executor.updater.drop()
+        if self._broken and self._session.lock_free is not None:
+            self._session.lock_free.give_up()
+
     def _mend(self) -> None:
         """All weights were written: what was half-done is gone."""
         self._broken = ""

@@ -73,7 +73,7 @@ class Saved(Held):
 
         def begin(facts: Mapping[str, Any]) -> None:
             resume.check(session, groups, facts)
-            session.executor.updater.drop()
+            self._end_pending()
             if session.course.phase != IDLE:
                 session.abandon()
             self._clear()

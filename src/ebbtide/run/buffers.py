@@ -7,6 +7,7 @@ takes and gives; what is in a buffer is for whoever was handed it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -28,10 +29,11 @@ class _Held:
         self.backend, self.ledger, self.tier = backend, ledger, tier
         self.reserved = 0
         self.used = {VALUES: 0, GRADIENTS: 0}
-        self.memory: dict[int, torch.Tensor] = {}
+        self.memory: dict[int, tuple[str, torch.Tensor]] = {}
+        """By address: what for, and the memory."""
 
     def release(self) -> None:
-        for memory in self.memory.values():
+        for _, memory in self.memory.values():
             self.backend.free(self.tier, memory)
         self.memory.clear()
         self.used = dict.fromkeys(self.used, 0)
@@ -60,40 +62,53 @@ class Buffers:
 
     def take(self, what: str, like: Chunk, dtype: torch.dtype) -> Chunk:
         """A chunk of its own, for as many elements as another has; its contents are undefined."""
-        nbytes = like.size * dtype.itemsize
+        nbytes, held = like.size * dtype.itemsize, self._held
         self._count(what, nbytes)
-        return self._loose(like, dtype, self._held.backend.allocate(self._held.tier, nbytes))
+        return self._loose(what, like, dtype, lambda: held.backend.allocate(held.tier, nbytes))
 
-    def adopt(self, what: str, like: Chunk, memory: torch.Tensor) -> Chunk:
-        """The same, in memory that was a chunk's, which is no longer reserved for that."""
-        self._count(what, memory.numel())
-        return self._loose(like, like.dtype, memory)
+    def adopt(self, what: str, like: Chunk) -> Chunk:
+        """The same, in the memory of a chunk on the device, which is no longer reserved for that."""
+        self._count(what, like.nbytes)
+        return self._loose(what, like, like.dtype, lambda: self._store.surrender(like))
 
     def give(self, what: str, chunk: Chunk) -> None:
-        memory = chunk.device
-        assert memory is not None
-        del self._held.memory[memory.data_ptr()]
-        self._held.used[what] -= memory.numel()
+        memory, held = chunk.device, self._held
+        if memory is None:
+            return  # it was given when an interrupt came
+        pointer, nbytes = memory.data_ptr(), memory.numel()
+        del held.memory[pointer]
+        held.used[what] -= nbytes
         chunk.device, chunk.host = None, None
-        self._held.backend.free(self._held.tier, memory)
+        held.backend.free(held.tier, memory)
 
     def exchange(self, buffer: Chunk, chunk: Chunk) -> None:
         """A chunk's copy on the device and a buffer of its size change places."""
-        mine, other = buffer.device, chunk.device
+        mine, other, known = buffer.device, chunk.device, self._held.memory
         assert mine is not None and other is not None and mine.numel() == other.numel()
-        del self._held.memory[mine.data_ptr()]
-        self._held.memory[other.data_ptr()] = other
-        buffer.device, chunk.device = other, mine
-        buffer.host = [Fragment(0, other)]
-        del mine, other
+        before, after, fragment = mine.data_ptr(), other.data_ptr(), Fragment(0, other)
+        known[after] = known[before][0], other
+        del known[before]
+        buffer.device, chunk.device, buffer.host = other, mine, [fragment]
+        del mine, other, fragment
         chunk.aliases = self._store.backend.aliases(chunk.device)
+
+    def sweep(self, owners: Iterable[Chunk]) -> None:
+        """Gives back what none of these has: an interrupt may come before it is noted that a buffer was taken."""
+        held = self._held
+        known = {chunk.device.data_ptr() for chunk in owners if chunk.device is not None}
+        for pointer in held.memory.keys() - known:
+            _, memory = held.memory.pop(pointer)
+            held.backend.free(held.tier, memory)
+        held.used = dict.fromkeys(held.used, 0)
+        for what, memory in held.memory.values():
+            held.used[what] += memory.numel()
 
     def close(self) -> None:
         self._held.release()
         self._sizes = {VALUES: 0, GRADIENTS: 0}
 
     def check(self) -> None:
-        held = sum(memory.numel() for memory in self._held.memory.values())
+        held = sum(memory.numel() for _, memory in self._held.memory.values())
         if held != sum(self._held.used.values()) or held > self._held.reserved:
             raise IntegrityError(
                 f"buffers hold {held} bytes, counted are {self._held.used}, reserved {self._held.reserved}"
@@ -106,9 +121,15 @@ class Buffers:
             )
         self._held.used[what] += nbytes
 
-    def _loose(self, like: Chunk, dtype: torch.dtype, memory: torch.Tensor) -> Chunk:
-        self._held.memory[memory.data_ptr()] = memory
-        chunk = Chunk(like.kind, like.index, dtype, like.size, memory.numel())
-        # Whichever tier is next to SSD: the elements are found on either.
-        chunk.device, chunk.host = memory, [Fragment(0, memory)]
+    def _loose(self, what: str, like: Chunk, dtype: torch.dtype, get: Callable[[], torch.Tensor]) -> Chunk:
+        held, memory = self._held, get()
+        try:
+            held.memory[memory.data_ptr()] = what, memory
+            chunk = Chunk(like.kind, like.index, dtype, like.size, memory.numel())
+            # Whichever tier is next to SSD: the elements are found on either.
+            chunk.device, chunk.host = memory, [Fragment(0, memory)]
+        except BaseException:
+            if memory.data_ptr() not in held.memory:
+                held.backend.free(held.tier, memory)
+            raise
         return chunk

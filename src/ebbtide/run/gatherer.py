@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 import torch
 
 from ebbtide.backend.cpu import CopyEvent
+from ebbtide.errors import StateError
 from ebbtide.kernels import Kernels
 from ebbtide.kernels.base import WAITS_IN
 from ebbtide.memory.chunk import Chunk, aligned
@@ -43,8 +44,7 @@ class Gatherer:
         dtype = WAITS_IN[grad.dtype]
         if waiting is None and self._near == "device" and dtype == grad.dtype:
             self._places.bring(grad)
-            memory = self._store.surrender(grad)
-            waiting = Waiting(self._buffers.adopt(GRADIENTS, grad, memory), scale)
+            waiting = Waiting(self._buffers.adopt(GRADIENTS, grad), scale)
         else:
             if waiting is None:
                 waiting = Waiting(self._buffers.take(GRADIENTS, grad, dtype), scale)
@@ -89,7 +89,20 @@ class Gatherer:
                 self._store.settle(grad)
             self._store.free(grad)
 
-        self._updater.submit([grad], [], work, finish)
+        try:
+            self._updater.submit([grad], [], work, finish)
+        except BaseException:
+            self._never(grad, added)
+            raise
+
+    def _never(self, grad: Chunk, added: CopyEvent) -> None:
+        """Nobody waits for ever for what an interrupt kept from being submitted; where it came later, it is done."""
+        if grad.work is not None:
+            self._updater._wake()
+            with suppress(Exception):
+                grad.work.settle()
+        if not added.done():
+            added.set(StateError("gradients of a step were not added to those that wait"))
 
     def _ranges(self, members: Sequence[int], known: frozenset[int]) -> Iterator[tuple[bool, int, int]]:
         """(whether there is something to add to, first element, elements): neighbours together."""

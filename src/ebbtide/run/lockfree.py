@@ -7,7 +7,9 @@ past. The computation takes them over where the chunk is not in use: never betwe
 Note [one thread decides]: the thread that issues the computation decides everything: which gradients an update
 consumes, in which order chunks are updated, when values are taken over. It does so at every moment, in `tick`, which
 looks and never waits. The other two threads only work: one adds gradients when they have arrived, one updates. So
-no lock guards these books, a gradient is consumed once, and none is lost.
+no lock guards these books, a gradient is consumed once, and none is lost. What can fail or be interrupted (Ctrl-C) comes
+before the lines that change the books, which call nothing but what is last: so no interrupt comes between them, and what
+it left undone is done at the next moment.
 
 Note [lock-free ranks]: each rank updates its slices when it comes to it. New values are taken over at the start of a
 pass only, when all ranks are between two: else one of them would gather other values in backward than in forward. What
@@ -19,25 +21,24 @@ uses. Where it would exceed its bound, and nowhere else, the pass waits.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ebbtide.backend.cpu import Stream
 from ebbtide.errors import IntegrityError, StateError
 from ebbtide.memory.chunk import Chunk, aligned
 from ebbtide.plan.stage import AHEAD, lock_free_bytes
 from ebbtide.plan.states import State
 from ebbtide.run.buffers import GRADIENTS, VALUES, Buffers
-from ebbtide.run.chunk_updates import ChunkUpdates, Part
+from ebbtide.run.chunk_updates import ChunkUpdates
 from ebbtide.run.course import IDLE, REVERSING, RUNNING
 from ebbtide.run.executor import Executor
 from ebbtide.run.gatherer import Gatherer
-from ebbtide.run.progress import Progress, Turn, Waiting
+from ebbtide.run.merging import Merging
+from ebbtide.run.progress import Progress
+from ebbtide.run.turns import Turn, Turns
 
 
 class LockFree:
@@ -58,13 +59,13 @@ class LockFree:
         """The chunks that are updated lock-free, in the order in which their state streams."""
         self._next = 0
         self._settings: list[dict[str, Any]] = []
-        self._turns: deque[Turn] = deque()
+        self._turns = Turns()
+        self._merging = Merging(chunks)
         self._busy = False
         self._runs: list[list[int]] = [[] for _ in self.data.members]
         for run, indices in enumerate(self.data.run_chunks):
             for index in indices:
                 self._runs[index].append(run)
-        self._stream: Stream | None = None
 
     # -- which chunks ---------------------------------------------------------------------------------
 
@@ -95,9 +96,10 @@ class LockFree:
         if index not in self._order:  # its home was given without a plan
             self.open(sorted({*self._order, index}))
         progress = self.progress[index]
+        waiting = self._gatherer.give(index, members, scale, progress.waiting)
+        waiting.groups = self._settings
+        progress.waiting = waiting
         progress.produced += 1
-        progress.waiting = self._gatherer.give(index, members, scale, progress.waiting)
-        progress.waiting.groups = self._settings
         self.tick()
 
     # -- what happens beside the passes ---------------------------------------------------------------
@@ -108,12 +110,15 @@ class LockFree:
             return
         self._busy = True
         try:
-            while self._turns and self._turns[0].event.done():
-                self._finish(self._turns.popleft())
+            while self._turns.queue and self._turns.queue[0].event.done():
+                self._finish()
             for index in self._finished():
-                if not self._shared and self._unnoticed(index):
+                if not self._shared and not self._overwritten(index) and self._unnoticed(index):
                     self._take_over(index)
             self._make_ready()
+        except BaseException:
+            self._sweep()
+            raise
         finally:
             self._busy = False
 
@@ -125,7 +130,7 @@ class LockFree:
 
     def _keep_bound(self) -> None:
         self.tick()
-        self._take_over_between()
+        self._take_over_between(self._finished())
         late = [i for i in self._order if self._staleness(i) > self.max_staleness]
         if late:
             self.waits += 1
@@ -140,7 +145,7 @@ class LockFree:
         if self.executor.course.phase == IDLE:
             self.tick()
             if not self._shared:
-                self._take_over_between()
+                self._take_over_between([i for i in self._finished() if not self._overwritten(i)])
             self._forget_gathered()
 
     def _forget_gathered(self, refill: bool = False) -> None:
@@ -157,9 +162,9 @@ class LockFree:
     def _finished(self) -> list[int]:
         return [i for i in self._order if self.progress[i].values is not None]
 
-    def _take_over_between(self) -> None:
+    def _take_over_between(self, indices: Iterable[int]) -> None:
         """Between passes nothing is in use; what the device has a copy of stays, where that would have to come again."""
-        for index in self._finished():
+        for index in indices:
             alone = self.near == "device" or self.data.parameter_chunk(index).device is None
             if alone and self._quiet(index):
                 self._take_over(index)
@@ -190,11 +195,13 @@ class LockFree:
 
     def _make_ready(self, first: Iterable[int] = (), forced: bool = False) -> None:
         """Hands as many updates to the thread as it may have; `forced`: parameters come where they can be read."""
-        while len(self._turns) <= AHEAD:
+        self._turns.tell()
+        while len(self._turns.queue) <= AHEAD:
             index = self._choose(first, forced)
             if index is None:
                 return
             self._start(index)
+            self._turns.tell()
 
     def _bring(self, chunk: Chunk) -> None:
         """Makes the chunk's copy on the tier next to SSD valid, and quiet."""
@@ -220,87 +227,66 @@ class LockFree:
         return None
 
     def _start(self, index: int) -> None:
+        """The update of a chunk is the thread's to carry out, or nothing has changed."""
         progress, chunk = self.progress[index], self.data.parameter_chunk(index)
-        waiting, progress.waiting = progress.waiting, None
+        waiting, counts = progress.waiting, self.chunks.steps.counts
         assert waiting is not None
-        progress.running = True
-        self._next = (self._order.index(index) + 1) % len(self._order)
+        self.data.notice_writes(index)
+        if chunk.move is not None or not chunk.valid_on(self.near):
+            self._bring(chunk)
         self.chunks.open_states(index)
-        values = self.buffers.take(VALUES, chunk, chunk.dtype)
-        if not self._all_from_master(index, waiting):
-            self.data.notice_writes(index)
-            if chunk.move is not None or not chunk.valid_on(self.near):
-                self._bring(chunk)
-            self._copy(values, chunk)
+        before = {member: counts[member] for member in waiting.steps}
+        try:
+            values = self.buffers.take(VALUES, chunk, chunk.dtype)
+            if not self._merging.makes_all(index, waiting):
+                self._copy(values, chunk)
+            turn = Turn(index, waiting, values, self._merging.work(index, waiting, values))
+            self._next = (self._order.index(index) + 1) % len(self._order)
+        except BaseException:
+            for member, count in before.items():
+                counts[member] = count
+            raise
+        progress.waiting, progress.running = None, True
         progress.writes = self.data.writes[index]
-        parts = self._parts(waiting)
-        on_ssd = self.chunks.homes[index] == "ssd"
-        run = self.chunks.stream if on_ssd else self.chunks.run
-        tier = self.near
-
-        def work() -> None:
-            try:
-                for event in waiting.added:
-                    event.wait()
-                run(tier, index, parts, values)
-            finally:
-                parts.clear()
-
-        if self._stream is None:
-            self._stream = Stream("ebbtide-lock-free")
-            weakref.finalize(self, self._stream.close)
-        self._turns.append(Turn(index, waiting, values, self._stream.submit(work)))
-
-    def _all_from_master(self, index: int, waiting: Waiting) -> bool:
-        """Whether an update makes every value that is here anew, from masters that are whole."""
-        if self.data.master != "separate" or self.data.master_dtype(index) is None:
-            return False
-        return all(m in waiting.steps for m in self.data.members[index] if self.data.shares[m].numel)
+        self._turns.queue.append(turn)
 
     def _copy(self, target: Chunk, source: Chunk) -> None:
         used = self.data.store.used(target.index)
         for _, (to, values) in aligned([(target, self.near), (source, self.near)], 0, used):
             self.kernels[self.near].copy(to.view(torch.uint8), values.view(torch.uint8))
 
-    def _parts(self, waiting: Waiting) -> list[Part]:
-        """The mean over the steps that a parameter has gradients of counts as one step."""
-        steps = self.chunks.steps
-        alike: dict[int, list[int]] = {}
-        for member, count in waiting.steps.items():
-            steps.counts[member] += 1
-            alike.setdefault(count, []).append(member)
-        return [
-            Part(segment, list(waiting.memory.slices(self.near, segment.offset, segment.count)))
-            for count, members in alike.items()
-            for segment in steps.segments(members, waiting.scale / count, waiting.groups)
-        ]
-
-    def _finish(self, turn: Turn) -> None:
-        """Waits for an update, whatever interrupts this, and keeps the books of it."""
-        progress = self.progress[turn.index]
-        interrupt = turn.event.outlast()
-        progress.running = False
-        progress.values = turn.values
+    def _finish(self) -> None:
+        """Waits for the oldest update, whatever interrupts this, and keeps the books of it."""
+        self._turns.tell()
+        turn = self._turns.queue[0]
+        progress, count = self.progress[turn.index], turn.gradients.count
+        interrupt, error = turn.event.outlast(), turn.event.error
         self.buffers.give(GRADIENTS, turn.gradients.memory)
         for state in self.chunks.state_chunks(turn.index):
             if self.chunks.homes[turn.index] == "ssd":
                 state.mark("ssd", True)
-        error = turn.event.error
         if error is not None:
-            progress.dropped += turn.gradients.count
             self.executor.updater.failed = f"a lock-free update ended half-way ({error})"
-            raise error
-        progress.applied += turn.gradients.count
-        progress.updates += 1
-        if interrupt is not None:
-            raise interrupt
+        progress.running, progress.values = False, turn.values
+        if error is None:
+            progress.applied += count
+            progress.updates += 1
+        else:
+            progress.dropped += count
+        self._turns.queue.popleft()
+        if error is not None or interrupt is not None:
+            raise error or interrupt  # type: ignore[misc]
+
+    def _overwritten(self, index: int) -> bool:
+        """Whether the user has written in place what an update was made without."""
+        return self.data.written(index) or self.data.writes[index] != self.progress[index].writes
 
     def _take_over(self, index: int) -> None:
         """The computation has the new values from now on."""
         progress, chunk = self.progress[index], self.data.parameter_chunk(index)
         values = progress.values
         assert values is not None
-        if self.data.written(index) or self.data.writes[index] != progress.writes:
+        if self._overwritten(index):
             progress.writes = self.data.writes[index]
             self.data.forget_writes(index)  # said once: who goes on has the update
             names = ", ".join(self.data.names[m] for m in self.data.members[index])
@@ -308,18 +294,33 @@ class LockFree:
                 f"one of {names} was written in place while a lock-free update was under way, so the write is lost; "
                 "write through engine.weights(name, write=True)"
             )
-        progress.values = None
+        self.store.written(chunk, self.near)
         if self.near == "device" and not self.store.in_use(chunk):
-            if chunk is self.data.computed(index):
-                self.data.unbind(index)
-            self.buffers.exchange(values, chunk)
+            self._exchange(values, chunk)
         else:
             self._copy(chunk, values)
-        self.buffers.give(VALUES, values)
-        self.store.written(chunk, self.near)
         if self.near == "host":
             self.places.leave_stale(chunk)
-        progress.visible = progress.applied
+        progress.values, progress.visible = None, progress.applied
+        self.buffers.give(VALUES, values)
+
+    def _exchange(self, values: Chunk, chunk: Chunk) -> None:
+        """Half-done it could not be gone on with, and done twice it would be undone."""
+        if chunk is self.data.computed(chunk.index):
+            self.data.unbind(chunk.index)
+        try:
+            self.buffers.exchange(values, chunk)
+        except BaseException:
+            self.executor.updater.failed = "an interrupt came while new values were taken over"
+            raise
+
+    def _sweep(self) -> None:
+        """Buffers that an interrupt left to nobody."""
+        owners = [chunk for turn in self._turns.queue for chunk in (turn.values, turn.gradients.memory)]
+        for progress in self.progress.values():
+            owners += [progress.values] if progress.values is not None else []
+            owners += [progress.waiting.memory] if progress.waiting is not None else []
+        self.buffers.sweep(owners)
 
     # -- waiting --------------------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class LockFree:
     def drain(self) -> None:
         """Waits until all that was handed over is in the values."""
         if self.executor.updater.failed:
-            self._give_up()
+            self.give_up()
         elif not self._busy and self.pending:
             self._wait(lambda: not self.pending)
             self.executor.updater.flush()
@@ -341,13 +342,17 @@ class LockFree:
         self._busy = True
         try:
             while not done():
+                self.executor.updater._wake()
                 self._force()
                 self._make_ready(first, forced=True)
-                if self._turns:
-                    self._finish(self._turns.popleft())
+                if self._turns.queue:
+                    self._finish()
                 elif not done():
                     raise IntegrityError("lock-free updates are pending, and none can be made ready")
                 self._force()
+        except BaseException:
+            self._sweep()
+            raise
         finally:
             self._busy = False
 
@@ -356,33 +361,29 @@ class LockFree:
             self._bring(self.data.parameter_chunk(index))
             self._take_over(index)
 
-    def _give_up(self) -> None:
-        """After an update that failed: what it and those behind it made is taken over as far as it came (state on
-        SSD has come as far), gradients that wait are dropped."""
-        while self._turns:
+    def give_up(self) -> None:
+        """After an update that failed, or what else left the engine broken: what updates made is taken over as
+        far as it came (state on SSD has come as far), gradients that wait are dropped."""
+        while self._turns.queue:
             with suppress(Exception):
-                self._finish(self._turns.popleft())
+                self._finish()
         with suppress(Exception):
             self._force()
         self.executor.updater.drop()
         if self.executor.updater.state is not None:
             self.executor.updater.state.forget()
         for progress in self.progress.values():
-            if progress.waiting is not None:
-                progress.dropped += progress.waiting.count
-                self.buffers.give(GRADIENTS, progress.waiting.memory)
-            if progress.values is not None:
-                self.buffers.give(VALUES, progress.values)
-            progress.waiting = progress.values = None
+            progress.waiting, progress.values, progress.running = None, None, False
+            progress.dropped = progress.produced - progress.applied
             progress.visible = progress.applied
+        self._sweep()
 
     def close(self) -> None:
         """Applies what waits, and gives all buffers back."""
         with suppress(Exception):  # memory is given back whatever comes of it
             self.drain()
-        self._give_up()
-        if self._stream is not None:
-            self._stream.close()
+        self.give_up()
+        self._turns.close()
         self._order = []
         self.buffers.close()
 

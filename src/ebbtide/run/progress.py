@@ -27,16 +27,6 @@ class Waiting:
     """The ends of additions."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """An update that the thread has, or will get to."""
-
-    index: int
-    gradients: Waiting
-    values: Chunk
-    event: CopyEvent
-
-
 @dataclass(slots=True, eq=False)
 class Progress:
     """Of one chunk. Gradients are counted by steps: `produced` is what the others add up to once nothing is pending."""

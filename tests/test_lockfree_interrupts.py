@@ -1,0 +1,186 @@
+"""Lock-free updates that are interrupted, or whose disk fails: no gradient is lost, or the engine says that it is broken
+and loading mends it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.engine import Engine
+from ebbtide.errors import DiskError, StateError
+from ebbtide.kernels import RULES
+from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
+
+BOOKS = ("lockfree.py", "gatherer.py", "buffers.py", "merging.py", "turns.py")
+POINTS = 24
+"""At which a step is interrupted."""
+
+
+@pytest.fixture(autouse=True)
+def sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "adamw", SUMS)
+
+
+class Interrupt:
+    """Ctrl-C at the nth point of the updates' books where Python looks for one: where a call begins or ends."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __enter__(self) -> Interrupt:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, what: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if what in ("call", "c_return") and "/ebbtide/run/" in path and path.endswith(BOOKS):
+            self.seen += 1
+            if self.seen == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+def go_on(engine: Engine, total: torch.Tensor) -> None:
+    """All is there, or the engine is broken and loading mends it."""
+    if engine._broken or engine._session.executor.updater.failed:
+        with pytest.raises(StateError, match="partially stepped"):
+            engine.synchronize()
+        engine.load_state_dict({f"layers.{i}.weight": torch.zeros(ELEMENTS) for i in range(LAYERS)})
+        books = engine.stats()["lock_free"]
+        assert books["gradients_applied"] + books["gradients_dropped"] == books["gradients_produced"]
+        total = train(engine, 3)
+        for value, wanted in zip(engine.state_dict().values(), total, strict=True):
+            assert torch.equal(value, wanted.expand(ELEMENTS))
+        engine.check_integrity()
+    else:
+        check(engine, total + train(engine, 3))
+
+
+def interrupted(folder: Path, host: bool, at: int) -> int:
+    """A step that is interrupted, after others; returns how many points it has."""
+    with chain(folder, host, max_staleness=1) as engine:
+        total = train(engine, 3)
+        interrupt = Interrupt(at)
+        try:
+            with interrupt:
+                step = train(engine, 1)
+            total += step
+        except KeyboardInterrupt:
+            pass
+        go_on(engine, total)
+    return interrupt.seen
+
+
+@TIERS
+def test_a_step_may_be_interrupted_anywhere(folder: Path, host: bool) -> None:
+    count = interrupted(folder, host, -1)
+    assert count > POINTS
+    for place in range(POINTS):
+        interrupted(folder, host, 1 + place * count // POINTS)
+
+
+def test_waiting_for_updates_may_be_interrupted_anywhere(folder: Path) -> None:
+    for place in range(1, 200, 9):
+        gate = threading.Event()
+        with chain(folder, max_staleness=9) as engine:
+            total = train(engine, 1)
+            slow(engine, 0.0, gate)
+            total += train(engine, 2)
+            gate.set()
+            try:
+                with Interrupt(place):
+                    engine.synchronize()
+            except KeyboardInterrupt:
+                pass
+            go_on(engine, total)
+
+
+@TIERS
+@pytest.mark.parametrize("fails", ["_bring", "_copy"])
+def test_an_update_that_could_not_begin_waits_for_another_time(
+    folder: Path, host: bool, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameters are on SSD, say, and the disk fails once."""
+    gate = threading.Event()
+    with chain(folder, host, max_staleness=9) as engine:
+        total = train(engine, 2)
+        engine.synchronize()
+        slow(engine, 0.0, gate)
+        total += train(engine, 2)
+        gate.set()
+
+        def fail(*_: Any) -> None:
+            raise DiskError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._session.lock_free, fails, fail)
+            with pytest.raises(DiskError, match="injected"):
+                engine.synchronize()
+        engine.synchronize()
+        engine.save(folder / "run")
+        check(engine, total + train(engine, 2))
+
+
+def test_gradients_that_nobody_adds_are_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes when an update counts on the addition, and before anybody was asked for it."""
+    gate = threading.Event()
+    with chain(folder, max_staleness=10) as engine:
+        train(engine, 2)
+        engine.synchronize()
+        slow(engine, 0.0, gate)
+        train(engine, 1)
+
+        def interrupt(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._session.executor.updater, "submit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                train(engine, 1)
+        gate.set()
+        go_on(engine, torch.zeros(LAYERS))
+
+
+@TIERS
+@pytest.mark.parametrize("master", ["split", "separate"])
+def test_a_write_before_an_update_is_in_it(folder: Path, host: bool, master: str) -> None:
+    with chain(folder, host, precision="bf16", master=master, max_staleness=4) as engine:
+        total = train(engine, 1)
+        engine.synchronize()
+        with torch.no_grad():
+            engine.module.layers[0].weight.add_(8.0)
+        total[0] += 8
+        total += train(engine, 1)
+        for value, wanted in zip(engine.state_dict().values(), total, strict=True):
+            assert torch.equal(value, wanted.expand(ELEMENTS))
+
+
+@pytest.mark.parametrize("master", ["split", "separate"])
+def test_a_write_that_is_lost_is_not_said_in_the_middle_of_a_pass(folder: Path, master: str) -> None:
+    gate = threading.Event()
+    with chain(folder, precision="bf16", master=master, max_staleness=20) as engine:
+        train(engine, 1)
+        engine.synchronize()
+        slow(engine, 0.0, gate)
+        train(engine, 1)
+        loss = engine(torch.ones(LAYERS))
+        with torch.no_grad():
+            engine.module.layers[0].weight.add_(1.0)
+        gate.set()
+        engine._session.lock_free._turns.queue[0].event.wait()
+        with torch.no_grad():
+            engine(torch.ones(LAYERS))
+        engine.backward(loss)
+        engine.step()
+        with pytest.raises(StateError, match="written in place"):
+            engine.synchronize()
+        assert not engine._broken
