@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import ebbtide
@@ -240,6 +243,50 @@ def test_lock_free_updates_where_ram_is_one_tier() -> None:
     assert found.fits and found.bytes["ssd"]["state"] > 0
 
 
+SPLITS = ((40, 100, 0), (30, 60, 0), (30, 45, 1000), (30, 30, 1000), (26, 0, 1000), (36, 0, 1000), (90, 0, 1000))
+"""Of RAM, in MB: the device's, what is beside it, and SSD."""
+TINY = Forecaster("gpt2-tiny")
+
+
+@given(
+    split=st.sampled_from(SPLITS),
+    staleness=st.integers(1, 8),
+    update=st.sampled_from(["200MB/s", "1GB/s", "20GB/s"]),
+    disk=st.sampled_from(["100MB/s", "3GB/s"]),
+    kind=st.sampled_from(["cpu", "cuda"]),
+    master=st.sampled_from(["split", "separate"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_lock_free_step_is_shorter_than_its_bound(
+    split: tuple[int, int, int], staleness: int, update: str, disk: str, kind: str, master: str
+) -> None:
+    """Updates take cores, memory and disk, however far behind they may be."""
+    device, beside, ssd = split
+    ram = device * (kind == "cpu") + beside
+    machine = CPU | {
+        "device": CPU["device"] | {"kind": kind, "memory": f"{device}MB"},
+        "host": CPU["host"] | {"memory": f"{max(1, ram)}MB", "update": update},
+        "ssd": CPU["ssd"] | {"memory": f"{ssd}MB"} | dict.fromkeys(("read", "write", "total"), disk),
+    }
+    config = {"updates": "lock-free", "max_staleness": staleness, "master": master}
+    question = TINY.question(Machine.read(machine), Workload(1, 64), "ebbtide")
+    ask = replace(question.ask, config=Config.read(config))
+    found = look(replace(question, ask=ask), quick=True)
+    if found.fits:
+        assert found.achieved_over_bound <= 1 + 1e-9
+        assert 1 <= found.staleness <= staleness
+
+
+def test_what_lock_free_updates_stream_is_added_to_what_the_passes_read_from_ssd() -> None:
+    """Where RAM is one tier, parameters leave it, too."""
+    tight = CPU | {"device": CPU["device"] | {"memory": "26MB"}, "host": CPU["host"] | {"memory": "26MB"}}
+    found = ebbtide.forecast("gpt2-tiny", tight, seq=64, config={"updates": "lock-free"})
+    assert found.fits and found.bytes["ssd"]["param"] > 0
+    state = found.bytes["ssd"]["state"]
+    rounds = 1 / found.staleness
+    assert found.moved_bytes["ssd_read"] > state * rounds
+
+
 def test_budgets_of_the_config_are_those_of_the_forecast() -> None:
     def asked(**config: object) -> Any:
         return ebbtide.forecast("gpt2-tiny", "v100-node", gpus=1, seq=64, config=config)
@@ -281,8 +328,8 @@ def test_a_flag_goes_before_the_budget_of_the_config(
 @pytest.mark.parametrize("config", [{"experts": "gathered"}, {"updates": "in-backward"}])
 def test_experts_are_gathered_where_the_engine_does(config: dict[str, object]) -> None:
     machine = Machine.read("v100-node").with_devices(2)
-    for settings, spread in (({}, True), (config, False)):
-        forecaster = Forecaster("t5:layers=4,hidden=128,heads=4,ffn=256,experts=16", settings)
+    for changed, spread in (({}, True), (config, False)):
+        forecaster = Forecaster("t5:layers=4,hidden=128,heads=4,ffn=256,experts=16", changed)
         question = forecaster.question(machine, Workload(2, 128), "ebbtide")
         assert any(question.ask.model.expert) == spread == bool(question.exchanges)
         others = forecaster.question(machine, Workload(2, 128), "angel-ptm")

@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from ebbtide.plan.books import Books
-from ebbtide.plan.job import Job, paced
+from ebbtide.plan.job import Job
 from ebbtide.plan.offload import NEAR
+from ebbtide.plan.pace import pace
 from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
@@ -35,12 +36,26 @@ class Walked:
     peak_tags: dict[str, int]
     """Bytes on the device in its fullest moment."""
 
+    @property
+    def steady(self) -> range:
+        """The places of the steady iteration's tasks."""
+        return range(self.first[-1], len(self.tasks))
+
+    def moved(self) -> dict[str, int]:
+        """Bytes by lane, in the steady iteration."""
+        found = dict.fromkeys((TO_DEVICE, TO_HOST, READ, WRITE, WIRE), 0)
+        for place in self.steady:
+            task = self.tasks[place]
+            if task.lane in found:
+                found[task.lane] += task.nbytes
+        return found
+
 
 def step_seconds(job: Job) -> float:
     """Of the steady iteration."""
     walked = walk(job)
     run = simulate(walked.tasks)
-    return paced(job, run.ends[walked.last[-1]] - run.ends[walked.last[-2]])
+    return pace(job, run.ends[walked.last[-1]] - run.ends[walked.last[-2]], walked.moved()).step
 
 
 def walk(job: Job, iterations: int = ITERATIONS) -> Walked:

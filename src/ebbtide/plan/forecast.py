@@ -7,7 +7,6 @@ against what any plan would have to do. Nothing here knows a device, a clock or 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,9 +15,10 @@ from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import Walked, step_seconds, walk
 from ebbtide.plan.hostside import waiting_gradients
-from ebbtide.plan.job import Job, paced, streamed_bytes, streamed_update
+from ebbtide.plan.job import Job
+from ebbtide.plan.pace import pace
 from ebbtide.plan.place import make_plan
-from ebbtide.plan.rates import COMPUTE, LANES, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Rates
+from ebbtide.plan.rates import COMPUTE, LANES, READ, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
 from ebbtide.plan.stage import days_left
 from ebbtide.plan.strategies import Ask, Setup, check_warm_up, set_up
@@ -178,13 +178,11 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
     begin, end = run.ends[walked.last[-2]], run.ends[walked.last[-1]]
     behind = question.ask.config.max_staleness if setup.lock_free else 1
     must = resource_bound(setup.shape, question.record, setup.settings, rates, setup.update_bytes, behind)
-    moved = _moved(walked)
-    step, staleness = paced(job, end - begin), None
-    if setup.lock_free:
-        once = streamed_update(job)  # nothing, where all state is on the device
-        staleness = max(1, math.ceil(once / step - 1e-9))
-        share = min(1.0, step / once) if once else 0.0
-        moved[READ] = moved[WRITE] = round(streamed_bytes(job) * share)
+    moved = walked.moved()
+    paced = pace(job, end - begin, moved)
+    step, staleness = paced.step, paced.staleness if setup.lock_free else None
+    moved[READ] += paced.read
+    moved[WRITE] += paced.written
     stalls = _stalls(walked, run)
     machine = rates.machine
     written = moved[WRITE] * min(machine.devices_per_node, machine.devices)
@@ -226,11 +224,6 @@ def _margin_chunks(setup: Setup, record: Record) -> int:
     return min(int(room // each), len(states))
 
 
-def _step_of(walked: Walked) -> range:
-    """The places of the steady iteration's tasks."""
-    return range(walked.first[-1], len(walked.tasks))
-
-
 def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[str, dict[str, int]]:
     shape = setup.shape
     homes = plan.homes
@@ -259,18 +252,9 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
     return {"device": device, "host": host, "ssd": ssd}
 
 
-def _moved(walked: Walked) -> dict[str, int]:
-    moved = dict.fromkeys((TO_DEVICE, TO_HOST, READ, WRITE, WIRE), 0)
-    for place in _step_of(walked):
-        task = walked.tasks[place]
-        if task.lane in moved:
-            moved[task.lane] += task.nbytes
-    return moved
-
-
 def _busy(walked: Walked) -> dict[str, float]:
     busy: dict[str, float] = {}
-    for place in _step_of(walked):
+    for place in walked.steady:
         task = walked.tasks[place]
         busy[task.cause] = busy.get(task.cause, 0.0) + task.seconds
     return busy
@@ -286,7 +270,7 @@ def _stalls(walked: Walked, run: Run) -> tuple[Stall, ...]:
             at[moment] = at.get(moment, 0.0) + seconds
 
     before = run.ends[walked.last[-2]]
-    for place in _step_of(walked):
+    for place in walked.steady:
         if walked.tasks[place].lane == COMPUTE:
             wait(run.starts[place], run.waited_for[place], walked.tasks[place].moment)
             before = max(before, run.ends[place])
@@ -323,7 +307,7 @@ def _timeline(
     """The steady step, neighbouring tasks of one cause drawn as one."""
     grain = (end - begin) / STRIP
     lanes: dict[str, list[tuple[float, float, str]]] = {}
-    for place in _step_of(walked):
+    for place in walked.steady:
         task = walked.tasks[place]
         start, stop = max(run.starts[place], begin) - begin, run.ends[place] - begin
         if stop <= start:

@@ -38,21 +38,3 @@ class Job:
     max_staleness: int = 1
     rounds: int = 1
     """In which ranks exchange the gradients of a chunk."""
-
-
-def paced(job: Job, step: float) -> float:
-    """A step that waits for lock-free updates only where they would fall too far behind."""
-    return max(step, streamed_update(job) / job.max_staleness) if job.lock_free else step
-
-
-def streamed_update(job: Job) -> float:
-    """One pass of the updating thread over all chunks that are not updated on the device: read, update and write
-    overlap."""
-    homes = job.plan.homes
-    count = sum(job.update_bytes[i] for i, home in enumerate(homes) if home != "device")
-    return max(job.rates.disk_both(streamed_bytes(job)), job.rates.update_on_host(count))
-
-
-def streamed_bytes(job: Job) -> int:
-    """Optimizer state on SSD: read and written in each pass over it."""
-    return sum(job.plan.host.streamed(job.shape, i) for i in job.plan.host.ssd)

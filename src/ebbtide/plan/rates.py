@@ -68,10 +68,14 @@ class Rates:
         return count * self.machine.devices_per_node / (ssd.read if read else ssd.write)
 
     def disk_both(self, count: float) -> float:
-        """As much read as written: at once or one after the other, whatever the disks do better."""
-        read, write = self.disk(count, True), self.disk(count, False)
-        both = 2 * count * self.machine.devices_per_node / self.machine.ssd.total
-        return max(read, write, min(both, read + write))
+        """As much read as written."""
+        return self.disk_mixed(count, count)
+
+    def disk_mixed(self, read: float, written: float) -> float:
+        """Both at once or one after the other, whatever the disks do better."""
+        reading, writing = self.disk(read, True), self.disk(written, False)
+        both = (read + written) * self.machine.devices_per_node / self.machine.ssd.total
+        return max(reading, writing, min(both, reading + writing))
 
     def gather(self, whole: int, ranks: int, rounds: int = 1) -> float:
         """All ranks' slices to each of them, or a reduction to slices: within nodes and between them at once."""
