@@ -50,3 +50,11 @@ def test_every_bit_counts(how: str) -> None:
         memory[at] ^= 1 << at % 8
         assert crc.crc32(memory.data_ptr(), 257) != whole
         memory[at] ^= 1 << at % 8
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_of_each_of_many(how: str, count: int) -> None:
+    memory = some_bytes(count * 96 + 3)[3:]
+    content = memory.numpy().tobytes()
+    found = crc.crc32_each(memory.data_ptr(), count, 96)
+    assert list(found) == [zlib.crc32(content[first : first + 96]) for first in range(0, count * 96, 96)]

@@ -135,24 +135,47 @@ def test_checksums_find_what_was_changed(folder: Path) -> None:
     data = memory(4 * BLOCK, 0, 1)
     space.write(extent, [data[: 2 * BLOCK]]).wait()
     space.write(extent, [data[2 * BLOCK :]], offset=2 * BLOCK).wait()
-    with open(space.files[0], "r+b") as file:
-        file.seek(extent.start + 3 * BLOCK)
-        byte = file.read(1)
-        file.seek(extent.start + 3 * BLOCK)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(space.files[0], extent.start + 3 * BLOCK)
     back = memory(4 * BLOCK)
-    space.read(extent, [back[: 2 * BLOCK]]).wait()
-    for offset in (0, 2 * BLOCK):
-        with pytest.raises(IntegrityError, match=r"bytes 8192 to 16384 .*\(8192 bytes\)") as caught:
-            space.read(extent, [back[offset:]], offset=offset).wait()
+    space.read(extent, [back[: 3 * BLOCK]]).wait()
+    # Whatever is read of what was written at once, be it a few bytes of a block.
+    for begin, count in ((0, 4 * BLOCK), (2 * BLOCK, 2 * BLOCK), (3 * BLOCK, BLOCK), (3 * BLOCK + 9, 1)):
+        with pytest.raises(IntegrityError, match=r"bytes 12288 to 16384 .*\(4096 bytes\)") as caught:
+            space.read(extent, [back[:count]], offset=begin).wait()
         assert space.files[0] in str(caught.value)
-    space.read(extent, [back[:BLOCK]], offset=3 * BLOCK).wait()  # no whole write: nothing to compare with
-    space.write(extent, [data[:BLOCK]], offset=3 * BLOCK).wait()  # forgets the write that it covers in part
+    space.write(extent, [data[:BLOCK]], offset=3 * BLOCK).wait()
     space.read(extent, [back]).wait()
     space.free(extent)
     again = space.allocate(4 * BLOCK)
     space.read(again, [back]).wait()
     space.close()
+
+
+def test_checksums_of_blocks_that_were_written_in_part(folder: Path) -> None:
+    """Of such a block what was written last is compared."""
+    space = DiskSpace([folder], MIB, checksums=True)
+    extent = space.allocate(3 * BLOCK - 100)
+    space.write(extent, [memory(extent.nbytes, 0, 1)]).wait()
+    space.write(extent, [memory(700, 3, 2), memory(BLOCK - 680, 5, 3)], offset=BLOCK - 20).wait()
+    back = memory(extent.nbytes)
+    for at, covered in ((BLOCK - 30, False), (BLOCK - 10, True), (BLOCK + 5, True), (3 * BLOCK - 101, True)):
+        flip(space.files[0], extent.start + at)
+        if covered:
+            with pytest.raises(IntegrityError, match="came back changed"):
+                space.read(extent, [back]).wait()
+        else:
+            space.read(extent, [back]).wait()
+        flip(space.files[0], extent.start + at)
+    space.read(extent, [back]).wait()
+    space.close()
+
+
+def flip(path: str, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
 
 
 def test_close_with_requests_under_way(folder: Path) -> None:

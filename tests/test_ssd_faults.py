@@ -108,6 +108,26 @@ def test_a_file_that_is_cut_or_changed_underneath(folder: Path) -> None:
         assert not list(folder.iterdir())
 
 
+def test_values_by_name_and_checkpoints_refuse_what_was_changed(folder: Path, tmp_path: Path) -> None:
+    """They read parts of what updates wrote at once, and write parts of it back."""
+    engine = open_engine(folder, FaultyIO(), checksums=True)
+    train(engine)
+    engine.synchronize()
+    good = engine.state_dict()
+    (data,) = folder.glob("*.data")
+    _change(data)
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match=data.name):
+            engine.state_dict()
+        with pytest.raises(IntegrityError, match=data.name):
+            engine.save(tmp_path)
+        with pytest.raises(
+            IntegrityError, match=data.name
+        ):  # a block that it writes back would have a good sum
+            engine.load_state_dict(good)
+    engine.close()
+
+
 def _cut(path: Path) -> None:
     os.truncate(path, 4096)
 

@@ -17,7 +17,7 @@ import torch
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.pages import map_memory
-from ebbtide.disk.checksums import Checksums
+from ebbtide.disk.checksums import Checksums, whole_blocks
 from ebbtide.disk.extents import BLOCK, Extent, Extents
 from ebbtide.disk.files import DataFile, Folder, SystemIO
 from ebbtide.disk.lanes import READ, WRITE, DiskEvent, Job, Lane, Request, Traffic
@@ -36,7 +36,7 @@ class _Books:
 
     def __init__(self, size: int, checksums: bool) -> None:
         self.extents = Extents(size)
-        self._checksums = Checksums() if checksums else None
+        self.checksums = Checksums() if checksums else None
         self._pending: dict[int, list[Request]] = {}
         """By the start of an extent."""
         # Reentrant: the collector may run a finalizer that frees on a thread that holds it.
@@ -53,12 +53,12 @@ class _Books:
         """Called once, before the request's memory is let go. What became of it."""
         extent, first, last = request.extent, request.first, request.last
         try:
-            if self._checksums is not None and request.link == WRITE:
-                self._checksums.forget(extent, first, last)
+            if self.checksums is not None and request.link == WRITE:
+                self.checksums.distrust(extent, first, last)
                 if error is None:
-                    self._checksums.keep(extent, first, last, request.memory)
-            elif self._checksums is not None and error is None:
-                self._checksums.verify(request.where, extent, first, last, request.memory)
+                    self.checksums.keep(extent, first, last, request.memory)
+            elif self.checksums is not None and error is None:
+                self.checksums.verify(request.where, extent, first, last, request.memory)
         except BaseException as caught:
             error = caught
         with self.lock:
@@ -76,8 +76,8 @@ class _Books:
                     f"ssd: {extent} is freed while requests are under way; wait for their events"
                 )
             self.extents.free(extent)
-            if self._checksums is not None:
-                self._checksums.forget(extent)
+            if self.checksums is not None:
+                self.checksums.forget(extent)
 
     def under_way(self) -> list[DiskEvent]:
         with self.lock:
@@ -164,7 +164,7 @@ class DiskSpace:
             event.over()
 
     def _start(self, link: str, extent: Extent, buffers: Sequence[torch.Tensor], offset: int) -> Event:
-        memory = [_memory_of(tensor) for tensor in buffers if tensor.numel()]
+        memory = _memory_of(buffers)
         last = offset + sum(nbytes for _, nbytes in memory)
         if offset < 0 or last > extent.nbytes:
             raise StateError(f"ssd: expected bytes within {extent}, found {offset} to {last}")
@@ -173,6 +173,9 @@ class DiskSpace:
         if not memory:
             event.set(None)
             return event
+        if self._books.checksums is not None and link == READ:
+            offset, last, buffers = whole_blocks(extent, offset, last, buffers)
+            memory = _memory_of(buffers)
         spans = _stripe(extent, offset, memory, len(self._lanes))
         where = ", ".join(self.files[place] for place in spans)
         request = Request(
@@ -277,15 +280,16 @@ def _conflict(one: Request, other: Request) -> bool:
     return one.first < round_up(other.last, BLOCK) and other.first < round_up(one.last, BLOCK)
 
 
-def _memory_of(tensor: torch.Tensor) -> Memory:
-    if (
-        tensor.dtype != torch.uint8
-        or tensor.dim() != 1
-        or not tensor.is_contiguous()
-        or tensor.device.type != "cpu"
-    ):
-        raise StateError(
-            f"ssd: expected flat uint8 tensors in host memory, found {tensor.dtype} of shape {tuple(tensor.shape)} "
-            f"on {tensor.device}"
-        )
-    return Memory(tensor.data_ptr(), tensor.numel())
+def _memory_of(buffers: Sequence[torch.Tensor]) -> list[Memory]:
+    for tensor in buffers:
+        if (
+            tensor.dtype != torch.uint8
+            or tensor.dim() != 1
+            or not tensor.is_contiguous()
+            or tensor.device.type != "cpu"
+        ):
+            raise StateError(
+                f"ssd: expected flat uint8 tensors in host memory, found {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    return [Memory(tensor.data_ptr(), tensor.numel()) for tensor in buffers if tensor.numel()]

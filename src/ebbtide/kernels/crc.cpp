@@ -70,5 +70,11 @@ uint32_t crc_of(uint32_t before, const void *memory, int64_t count) {
     const auto *data = static_cast<const uint8_t *>(memory);
     return ~(count < 64 ? by_bytes(~before, data, count) : by_folds(~before, data, count));
 }
+
+// Of each of `count` runs of `size` bytes, one behind the other.
+void crc_each(const void *memory, int64_t count, int64_t size, uint32_t *found) {
+    const auto *data = static_cast<const uint8_t *>(memory);
+    for (int64_t place = 0; place < count; place++) found[place] = crc_of(0, data + place * size, size);
+}
 }
 #endif

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable
+from array import array
+
+from ebbtide.kernels.build import load
 
 
 def crc32(address: int, nbytes: int, before: int = 0) -> int:
@@ -14,19 +16,28 @@ def crc32(address: int, nbytes: int, before: int = 0) -> int:
         return before
     native = _native()
     if native is not None:
-        return native(before, address, nbytes)
+        return int(native.crc_of(before, address, nbytes))
     return zlib.crc32(memoryview((ctypes.c_char * nbytes).from_address(address)), before)
 
 
-@functools.cache
-def _native() -> Callable[[int, int, int], int] | None:
-    from ebbtide.kernels.build import load
+def crc32_each(address: int, count: int, nbytes: int) -> array[int]:
+    """Of each of `count` runs of `nbytes` bytes, one behind the other."""
+    native = _native()
+    if native is None:
+        return array("I", (crc32(address + place * nbytes, nbytes) for place in range(count)))
+    found = array("I", bytes(4 * count))
+    native.crc_each(address, count, nbytes, found.buffer_info()[0])
+    return found
 
+
+@functools.cache
+def _native() -> ctypes.CDLL | None:
     library = load()
     can = getattr(library, "crc_can", None)
     if library is None or can is None or not can():
         return None
-    function = library.crc_of
-    function.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
-    function.restype = ctypes.c_uint32
-    return function
+    library.crc_of.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
+    library.crc_of.restype = ctypes.c_uint32
+    library.crc_each.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    library.crc_each.restype = None
+    return library
