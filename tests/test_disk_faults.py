@@ -208,3 +208,21 @@ def test_close_with_requests_under_way(folder: Path) -> None:
     for call in (lambda: space.allocate(1), lambda: space.read(extents[0], [memory(1)])):
         with pytest.raises(StateError, match="the space is closed"):
             call()
+
+
+def test_a_close_that_is_interrupted_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = DiskSpace([folder], MIB)
+    extent = space.allocate(BLOCK)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ebbtide.disk.lanes.Lane.join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            space.close()
+    with pytest.raises(StateError, match="the space is closed"):
+        space.write(extent, [memory(BLOCK)])
+    assert len(stored(folder)) == 2
+    space.close()
+    assert stored(folder) == []

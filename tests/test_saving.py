@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import ebbtide
 import zoo
-from ebbtide.errors import DiskError
+from ebbtide.errors import DiskError, StateError
 from ebbtide.state import shards
 from ebbtide.state.folders import Run
 from group import group_of
@@ -122,6 +124,47 @@ def test_close_waits_for_it(folder: Path) -> None:
     found = engine.save(folder, background=True)
     engine.close()
     assert Run(folder).latest() == found
+
+
+@pytest.mark.parametrize("how", ["wait_for_save", "close"])
+def test_waiting_that_is_interrupted_can_be_repeated(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    gate = gated(monkeypatch)
+    coming = engine.save(folder, background=True)
+    interrupt = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        getattr(engine, how)()
+    assert engine._session.ledger.tags["device"]["snapshot"] > 0  # its thread still writes from it
+    gate.set()
+    getattr(engine, how)()
+    assert Run(folder).latest() == coming
+    assert engine._session.ledger.tags["device"]["snapshot"] == 0
+    engine.close()
+    assert not engine._session.ledger.reserved["device"]
+
+
+def test_a_close_that_is_interrupted_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start("gpt2", tiers("gpt2", "ssd", folder, config_of()))
+    train(engine, "gpt2", 0, 1)
+    disk = engine._tiers.disk
+    assert disk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "synchronize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine.state_dict()
+    engine.close()
+    engine.close()
+    assert not any(engine._session.ledger.reserved.values()) and not list(folder.iterdir())
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

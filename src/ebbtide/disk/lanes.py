@@ -159,11 +159,14 @@ class Lane:
         self._queue: deque[Job] = deque()
         self._wake = threading.Condition()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"ebbtide-{link}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
+        self._threads: dict[threading.Thread, threading.Event] = {}
+        """With what is set at its end."""
+        for number in range(threads):
+            over = threading.Event()
+            thread = threading.Thread(
+                target=self._run, args=(over,), name=f"ebbtide-{link}-{number}", daemon=True
+            )
+            self._threads[thread] = over
             thread.start()
 
     def submit(self, job: Job) -> None:
@@ -181,18 +184,21 @@ class Lane:
             self._wake.notify_all()
 
     def join(self) -> None:
-        for thread in self._threads:
+        for thread, over in self._threads.items():
             if thread is not threading.current_thread():
-                thread.join()
+                over.wait()  # not `join`: Python takes a thread for dead whose join was interrupted (before 3.13)
 
     # -- the thread -----------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        buffer = map_memory(BOUNCE)
-        bounce = buffer.data_ptr()
-        while batch := self._take():
-            self._serve(batch, bounce)
-            del batch
+    def _run(self, over: threading.Event) -> None:
+        try:
+            buffer = map_memory(BOUNCE)
+            bounce = buffer.data_ptr()
+            while batch := self._take():
+                self._serve(batch, bounce)
+                del batch
+        finally:
+            over.set()
 
     def _take(self) -> list[Job]:
         """The next job and those that lie right behind it; nothing where the lane is closed and empty."""

@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -106,7 +107,9 @@ class DiskSpace:
         self._pid = os.getpid()
         self._lanes: list[dict[str, Lane]] = []
         claimed: list[Folder] = []
-        self._closer = weakref.finalize(self, _close, self._pid, self._lanes, claimed)
+        self._closed = False
+        self._close = partial(_close, self._pid, self._lanes, claimed)
+        self._closer = weakref.finalize(self, self._close)
         try:
             _claim(folders, claimed, io)
             files = _create(claimed, self.size, io)
@@ -139,7 +142,7 @@ class DiskSpace:
 
     def free(self, extent: Extent) -> None:
         """Gives an extent back; nothing may be under way in it. After `close` there is nothing to do."""
-        if self._closer.alive:
+        if not self._closed:
             self._books.free(extent)
 
     def check(self) -> None:
@@ -195,12 +198,15 @@ class DiskSpace:
                 f"ssd: opened by process {self._pid}, used by process {os.getpid()}: a forked child opens a space of "
                 "its own, in another folder"
             )
-        if not self._closer.alive:
+        if self._closed:
             raise StateError("ssd: the space is closed; open a new one")
 
     def close(self) -> None:
-        """Removes the files. Requests that have not started fail; those that have end first."""
-        self._closer()
+        """Removes the files. Requests that have not started fail; those that have end first. What was interrupted can
+        be called again, or is done when the process ends."""
+        self._closed = True
+        self._close()
+        self._closer.detach()
 
 
 def _close(pid: int, lanes: list[dict[str, Lane]], folders: list[Folder]) -> None:

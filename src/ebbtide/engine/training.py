@@ -125,7 +125,7 @@ class Engine(ByName, Saved):
         guard(self._session)
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self._broken = ""
-        self._closed = False
+        self._closed = self._gone = False
         self._losses: list[torch.Tensor] = []
         self._stepping = False
         self._saver = Saver(self._session)
@@ -416,13 +416,15 @@ class Engine(ByName, Saved):
         self._session.check_integrity()
 
     def close(self) -> None:
-        """Gives all memory back. The module cannot be used afterwards."""
-        if not self._closed:
-            self._closed = True
-            self._saver.close()
-            self._session.close()
-            retire(self.module)
-            self._tiers.close_unused()
+        """Gives all memory back. The module cannot be used afterwards. What was interrupted can be called again."""
+        if self._gone:
+            return
+        self._closed = True
+        self._saver.close()
+        self._session.close()
+        retire(self.module)
+        self._tiers.close_unused()
+        self._gone = True
 
 
 def _is_final(output: Any) -> bool:

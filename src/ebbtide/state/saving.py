@@ -79,10 +79,11 @@ class Saver:
 
     def settle(self, warn: bool = True) -> None:
         """Waits for the one that is being written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
-        pending.wait()
+        pending.wait()  # whoever is interrupted here, with Ctrl-C, can wait again
+        self._pending = None
         self._session.ledger.release(self._session.store.near, SNAPSHOT, pending.nbytes)
         self.failed = "" if pending.error is None else str(pending.error)
         if self.failed and warn:
@@ -111,16 +112,23 @@ class _Pending:
         self._partial, self._run, self._step, self._keep = partial, run, step, keep
         self.nbytes = snapshot.nbytes
         self.error: BaseException | None = None
+        self._over = threading.Event()
         # It ends with the process: what is half-written then is not there.
-        self._thread = threading.Thread(target=self._finish, name="ebbtide-save", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._write, name="ebbtide-save", daemon=True).start()
 
     @property
     def over(self) -> bool:
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     def wait(self) -> None:
-        self._thread.join()
+        # Not `join`: Python takes a thread for dead whose join was interrupted (before 3.13).
+        self._over.wait()
+
+    def _write(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._over.set()
 
     def _finish(self) -> None:
         try:
