@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import ebbtide
 import zoo
 from ebbtide.errors import DiskError, StateError
 from ebbtide.state import shards
-from ebbtide.state.folders import Run
+from ebbtide.state.folders import INDEX, SPARE, Run
 from group import group_of
 from harness import batch_of, config_of, facts
 from test_checkpoint import start, tiers, train
@@ -188,6 +190,40 @@ def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.Monke
     assert Run(folder).latest() != old
     engine.check_integrity()
     engine.close()
+
+
+def test_a_process_that_was_forked_meanwhile_holds_nothing(folder: Path) -> None:
+    """A worker of a loader, which lives on; its folder becomes a spare, and is written to again."""
+    run, children = Run(folder), []
+    try:
+        for number in range(4):
+            with run.writing(number) as (partial, _):
+                (partial / INDEX).write_text("{}")
+                child = os.fork()
+                if not child:
+                    time.sleep(60)
+                    os._exit(0)
+                children.append(child)
+            run.keep(1)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert [path.name for path in run.complete()] == ["step-00000003"]
+
+
+def test_a_spare_that_somebody_has_locked_is_left_alone(folder: Path) -> None:
+    run = Run(folder)
+    (folder / SPARE).mkdir(parents=True)
+    lock = os.open(folder / SPARE, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with run.writing(1) as (partial, _):
+        (partial / INDEX).write_text("{}")
+    assert [path.name for path in run.complete()] == ["step-00000001"]
+    os.close(lock)
+    with run.writing(2) as (partial, _):
+        (partial / INDEX).write_text("{}")
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------

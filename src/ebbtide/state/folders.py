@@ -76,7 +76,7 @@ class Run:
         except OSError as error:
             raise not_written(error, partial, step) from error
         finally:
-            os.close(lock)
+            _unlock(lock)
             shutil.rmtree(partial, ignore_errors=True)
 
     def _begin(self) -> tuple[Path, int]:
@@ -86,17 +86,33 @@ class Run:
         try:
             fcntl.flock(everybody, fcntl.LOCK_EX)
             self._clean()
-            partial = self.path / f".partial-{secrets.token_hex(6)}"
-            try:
-                os.rename(self.path / SPARE, partial)
-            except OSError:
+            taken = self._take_spare()
+            if taken is None:
+                partial = self.path / f".partial-{secrets.token_hex(6)}"
                 partial.mkdir()
-            (partial / INDEX).unlink(missing_ok=True)
-            lock = os.open(partial, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return partial, lock
+                taken = partial, _lock(partial)
+            return taken
         finally:
-            os.close(everybody)
+            _unlock(everybody)
+
+    def _take_spare(self) -> tuple[Path, int] | None:
+        """The spare, under another name and locked; not where somebody has locked it."""
+        partial = self.path / f".partial-{secrets.token_hex(6)}"
+        try:
+            lock = _lock(self.path / SPARE)
+        except OSError:
+            return None
+        try:
+            os.rename(self.path / SPARE, partial)
+            (partial / INDEX).unlink(missing_ok=True)
+            if not os.path.samestat(os.stat(partial), os.fstat(lock)):
+                raise BlockingIOError  # another took its place before it was renamed
+        except BaseException as error:
+            _unlock(lock)
+            if isinstance(error, OSError):
+                return None
+            raise
+        return partial, lock
 
     def _free_name(self, step: int) -> Path:
         target, number = self.path / f"step-{step:08d}", 0
@@ -250,16 +266,26 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _lock(folder: Path) -> int:
+    """A descriptor that holds its lock; raises where somebody else does."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _unlock(number: int) -> None:
+    fcntl.flock(number, fcntl.LOCK_UN)  # for children, too, that were forked off and share it
+    os.close(number)
+
+
 def _is_locked(partial: Path) -> bool:
     """Whether the one who writes there lives."""
     try:
-        number = os.open(partial, os.O_RDONLY)
+        _unlock(_lock(partial))
     except OSError:
-        return True  # gone, or not ours
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(number)
+        return True  # or gone, or not ours
     return False
