@@ -200,3 +200,24 @@ def test_a_forked_child_leaves_the_files_alone(folder: Path) -> None:
     )
     found, _ = holder.communicate()
     assert holder.returncode == 0 and found.split() == ["StateError", "2", "0"]
+
+
+def test_an_interrupt_while_a_file_is_made_leaves_no_descriptor(folder: Path) -> None:
+    class Interrupted(FaultyIO):
+        def fallocate(self, file: int, size: int) -> None:
+            super().fallocate(file, size)
+            raise KeyboardInterrupt
+
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        DiskSpace([folder], 64 * BLOCK, io=Interrupted())
+    assert set(os.listdir("/proc/self/fd")) == before and stored(folder) == []
+
+
+def test_a_lock_that_is_somebody_elses_by_now_stays(folder: Path) -> None:
+    """Somebody removed ours, and another process made its own."""
+    space = DiskSpace([folder], BLOCK)
+    (folder / LOCK).unlink()
+    (folder / LOCK).write_text("process 1")
+    space.close()
+    assert stored(folder) == [LOCK]

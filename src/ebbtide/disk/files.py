@@ -85,10 +85,12 @@ class DataFile:
             number = self._io.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             self._io.fallocate(number, self.size)
-        except OSError as error:
+        except BaseException as error:
             _unlink(self.path)
             self._io.close(number)  # gives back what was got, so that what is free can be told
-            raise self._refusal(folder, error) from error
+            if isinstance(error, OSError):
+                raise self._refusal(folder, error) from error
+            raise
         self._io.close(number)
 
     def _refusal(self, folder: Folder, error: OSError) -> EbbtideError:
@@ -224,7 +226,9 @@ class Folder:
             self.data.remove()
         number, self._lock = self._lock, -1
         if number >= 0:
-            _unlink(str(self.path / LOCK))
+            with suppress(OSError):
+                if _is_at(str(self.path / LOCK), number):  # else somebody removed it, and another made one
+                    _unlink(str(self.path / LOCK))
             fcntl.flock(number, fcntl.LOCK_UN)  # for children, too, that were forked off and share it
             self._io.close(number)
 
