@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -126,6 +128,27 @@ def test_parts_never_overlap_and_all_is_free_again(steps: list[tuple[int, int]],
         assert arena.free_bytes() == source.held
         places.append(found)
     assert places[0] == places[1]
+
+
+def test_an_interrupt_while_memory_is_given_back_leaves_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    arena = Arena(source.make, source.end)
+    memory, lock = arena.take(100), threading.Lock()
+
+    class Interrupted:
+        """Ctrl-C, right after the lock was got."""
+
+        def acquire(self, blocking: bool = True) -> bool:
+            lock.acquire(blocking)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "_lock", Interrupted())
+        with suppress(KeyboardInterrupt):
+            arena.put(memory)
+    monkeypatch.setattr(arena, "_lock", lock)
+    assert not lock.locked()
+    assert arena.free_bytes() == SEGMENT
 
 
 def test_a_source_that_refuses_leaves_the_books_as_they_were() -> None:

@@ -52,13 +52,8 @@ class Arena:
 
     def put(self, memory: torch.Tensor) -> None:
         """Takes back what `take` gave. Nothing reads or writes it any more, a device's copies neither."""
-        # The collector may free what an engine left, on a thread that has the lock: then that takes it back.
+        # Nothing else: the collector may free what an engine left, on a thread that has the lock.
         self._returned.append(memory)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._lock.release()
 
     def free_bytes(self) -> int:
         with self._lock:
