@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zoo
 from disks import FaultyIO
@@ -25,7 +26,9 @@ from ebbtide.disk.space import READ, WRITE, DiskSpace
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, IntegrityError, StateError
 from ebbtide.memory.ledger import Ledger
+from ebbtide.memory.ssd import offsets
 from ebbtide.run.tiers import Tiers
+from ebbtide.state.parts import parts_of
 from harness import config_of, expected
 
 STEPS = 4
@@ -125,6 +128,28 @@ def test_values_by_name_and_checkpoints_refuse_what_was_changed(folder: Path, tm
             IntegrityError, match=data.name
         ):  # a block that it writes back would have a good sum
             engine.load_state_dict(good)
+    engine.close()
+
+
+def test_state_that_comes_in_part_is_zero_elsewhere(folder: Path) -> None:
+    """Whatever the disk held before: a checkpoint of other chunks may have state of some members only."""
+    engine = open_engine(folder, FaultyIO())
+    session, space = engine._session, engine._session.store.ssd_space
+    assert space is not None
+    index = next(i for i in session.homes.at("ssd") if len(session.data.members[i]) > 1)
+    group = space.group(index)
+    for _, count, extent in group.pieces:
+        _, first, _, last = offsets(group.kinds, count)  # the master has its values already
+        space.disk.write(extent, [torch.full((last - first,), 0x3F, dtype=torch.uint8)], first).wait()
+    names = [session.data.places[member].name for member in session.data.members[index]]
+    parts = {part.key: part for part in parts_of(session, everything=True)}
+    for kind in ("momentum", "variance"):
+        keys = [f"{kind}/{name}" for name in names]
+        parts[keys[1]].store(0, torch.ones(parts[keys[1]].numel, dtype=parts[keys[1]].dtype))
+        for key in keys:
+            found = torch.empty(parts[key].numel, dtype=parts[key].dtype)
+            parts[key].load(0, found)
+            assert torch.equal(found, torch.full_like(found, key == keys[1])), key
     engine.close()
 
 

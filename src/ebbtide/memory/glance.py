@@ -13,6 +13,9 @@ from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.stage import BLOCK
 from ebbtide.units import round_up
 
+ZEROS = 1 << 20
+"""Bytes of them that are written again and again."""
+
 
 def peek(store: ChunkStore, chunk: Chunk, offset: int, count: int) -> torch.Tensor:
     """The elements [offset, offset + count), in memory of their own."""
@@ -27,6 +30,17 @@ def poke(store: ChunkStore, chunk: Chunk, offset: int, values: torch.Tensor) -> 
     for place, piece, write in _blocks(store, chunk, offset, values.numel()):
         piece.copy_(values[place : place + piece.numel()])
         write().wait()
+
+
+def clear(store: ChunkStore, chunk: Chunk) -> None:
+    """Zeros, where nothing was written yet: what the extents last held was somebody else's."""
+    assert chunk.ssd is not None and store.ssd_space is not None, f"{chunk} has no copy on SSD"
+    store.before_stored(chunk)
+    zeros = torch.zeros(ZEROS, dtype=torch.uint8)
+    for stored in chunk.ssd:
+        left = min(round_up(stored.count * chunk.dtype.itemsize, BLOCK), stored.extent.nbytes - stored.offset)
+        memory = [zeros] * (left // ZEROS) + [zeros[: left % ZEROS]]
+        store.ssd_space.disk.write(stored.extent, memory, stored.offset).wait()
 
 
 def _blocks(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.glance import poke
+from ebbtide.memory.glance import clear, poke
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
 from ebbtide.state import values
@@ -102,7 +102,9 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
         space.settle(chunk, host=True)
         offset, tier = share.offset + begin - share.first, session.updates.homes[place.chunk]
         if tier == "ssd":
-            chunk.mark("ssd", True)
+            if not chunk.ssd_valid:
+                clear(space, chunk)
+                chunk.mark("ssd", True)
             poke(space, chunk, offset, found)
             session.streaming.note(place.chunk)
             return
