@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ebbtide
 import zoo
 from ebbtide.errors import DiskError, StateError
-from ebbtide.state import shards
+from ebbtide.state import checkpoint, saving, shards
 from ebbtide.state.folders import INDEX, SPARE, Run
 from group import group_of
 from harness import batch_of, config_of, facts
@@ -93,6 +93,11 @@ def test_what_has_no_room_is_written_first(folder: Path, monkeypatch: pytest.Mon
     engine = start("gpt2", config)
     train(engine, "gpt2", 0, 2)
     ledger = engine._session.ledger
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "room", lambda tier: -1)  # as where the level has risen
+        engine.save(folder / "run", background=True)
+        assert ledger.tags["host"]["snapshot"] == 0
+        engine.wait_for_save()
     monkeypatch.setattr(ledger, "spare", lambda tier: 100_000)
     engine.save(folder / "run", background=True)
     assert 0 < ledger.tags["host"]["snapshot"] <= 100_000
@@ -167,6 +172,48 @@ def test_a_close_that_is_interrupted_can_be_repeated(folder: Path, monkeypatch: 
 
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_room_for_the_copy_is_taken_before_it_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards it may be gone, with the copy already in it."""
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    ledger, write = engine._session.ledger, checkpoint.write
+
+    def writes(*given: Any) -> None:
+        write(*given)
+        assert ledger.tags["device"]["snapshot"] > 0
+        ledger.set_level("device", ledger.budgets["device"] - ledger.reserved["device"])
+
+    monkeypatch.setattr(checkpoint, "write", writes)
+    engine.save(folder, background=True)
+    engine.wait_for_save()
+    assert Run(folder).latest() is not None and not ledger.tags["device"]["snapshot"]
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["reserve", "start"])
+def test_a_save_that_cannot_begin_leaves_nothing(
+    what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    ledger = engine._session.ledger
+
+    def refuse(*given: Any) -> None:
+        raise RuntimeError("refused")
+
+    with monkeypatch.context() as patch:
+        if what == "reserve":
+            patch.setattr(ledger, "reserve", refuse)
+        else:
+            patch.setattr(saving, "_Pending", refuse)
+        with pytest.raises(RuntimeError, match="refused"):
+            engine.save(folder, background=True)
+    assert not list(folder.iterdir()) and not ledger.tags["device"]["snapshot"]
+    engine.save(folder, background=True)
+    engine.wait_for_save()
+    engine.close()
 
 
 def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
 from ebbtide.disk.vectors import view
+from ebbtide.memory.ledger import SNAPSHOT, Ledger
 from ebbtide.units import round_up
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -98,8 +99,9 @@ class Copy(NamedTuple):
 class Snapshot:
     """What is copied now and written later: the first bytes of a rank's file, as many as there is room for."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, ledger: Ledger, tier: str) -> None:
+        """`tier`: where its room is taken, of what nothing has needed so far."""
+        self._ledger, self._tier = ledger, tier
         self.nbytes = self._length = 0
         self._memory: torch.Tensor | None = None
         self._file: File | None = None
@@ -107,11 +109,16 @@ class Snapshot:
     def take(self, sizes: Sequence[int]) -> list[Copy]:
         """Room for the first of these pieces; none for the others."""
         places: list[tuple[int, int]] = []
+        room, taken = min(self._ledger.spare(self._tier), self._ledger.room(self._tier)), 0
         for size in sizes:
-            if self.nbytes + round_up(size, BLOCK) > self._room:
+            if taken + round_up(size, BLOCK) > room:
                 break
-            places.append((self.nbytes, size))
-            self.nbytes += round_up(size, BLOCK)
+            places.append((taken, size))
+            taken += round_up(size, BLOCK)
+        if taken:
+            # Now: while the rest is written, others may want it.
+            self._ledger.reserve(self._tier, SNAPSHOT, taken)
+        self.nbytes = taken
         memory = self._memory = map_memory(max(self.nbytes, BLOCK))
         return [Copy(memory[at : at + size], at) for at, size in places]
 
@@ -127,6 +134,11 @@ class Snapshot:
             self._file.end(self._length)
         finally:
             self.close()
+
+    def release(self) -> None:
+        """Gives its room back, after `close`. The ledger is the computation's: not on the thread that writes."""
+        nbytes, self.nbytes = self.nbytes, 0
+        self._ledger.release(self._tier, SNAPSHOT, nbytes)
 
     def close(self) -> None:
         file, self._file, self._memory = self._file, None, None

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import DiskError
-from ebbtide.memory.ledger import SNAPSHOT
 from ebbtide.run.session import Session
 from ebbtide.state import checkpoint, together
 from ebbtide.state.files import Snapshot
@@ -58,18 +57,17 @@ class Saver:
                 checkpoint.write(self._session, partial, facts, content)
             return target
         stack, (partial, target) = together.begin(run, step, self._ranks)
-        tier, ledger = self._session.store.near, self._session.ledger
-        snapshot = Snapshot(max(0, min(ledger.spare(tier), ledger.room(tier))))
+        snapshot = Snapshot(self._session.ledger, self._session.store.near)
         try:
             checkpoint.write(self._session, partial, facts, content, snapshot)
+            self._pending = _Pending(self._session, stack, snapshot, partial, run, step, keep)
         except BaseException as error:
             snapshot.close()
+            snapshot.release()
             stack.__exit__(*sys.exc_info())
             if isinstance(error, OSError):
                 raise not_written(error, partial, step) from error
             raise
-        ledger.reserve(tier, SNAPSHOT, snapshot.nbytes)
-        self._pending = _Pending(self._session, stack, snapshot, partial, run, step, keep)
         return target
 
     def look(self) -> None:
@@ -84,7 +82,7 @@ class Saver:
             return
         pending.wait()  # whoever is interrupted here, with Ctrl-C, can wait again
         self._pending = None
-        self._session.ledger.release(self._session.store.near, SNAPSHOT, pending.nbytes)
+        pending.snapshot.release()
         self.failed = "" if pending.error is None else str(pending.error)
         if self.failed and warn:
             warnings.warn(f"{self.failed} (in the background)", stacklevel=3)
@@ -108,9 +106,8 @@ class _Pending:
         step: int,
         keep: int | None,
     ) -> None:
-        self._ranks, self._stack, self._snapshot = session.ranks, stack, snapshot
+        self._ranks, self._stack, self.snapshot = session.ranks, stack, snapshot
         self._partial, self._run, self._step, self._keep = partial, run, step, keep
-        self.nbytes = snapshot.nbytes
         self.error: BaseException | None = None
         self._over = threading.Event()
         # It ends with the process: what is half-written then is not there.
@@ -132,7 +129,7 @@ class _Pending:
 
     def _finish(self) -> None:
         try:
-            self._snapshot.write()
+            self.snapshot.write()
             if self._ranks is not None and self._ranks.rank:
                 write_synced(self._sign(self._ranks.rank, True), b"")
                 return
