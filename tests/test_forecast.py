@@ -243,7 +243,15 @@ def test_lock_free_updates_where_ram_is_one_tier() -> None:
     assert found.fits and found.bytes["ssd"]["state"] > 0
 
 
-SPLITS = ((40, 100, 0), (30, 60, 0), (30, 45, 1000), (30, 30, 1000), (26, 0, 1000), (36, 0, 1000), (90, 0, 1000))
+SPLITS = (
+    (40, 100, 0),
+    (30, 60, 0),
+    (30, 45, 1000),
+    (30, 30, 1000),
+    (26, 0, 1000),
+    (36, 0, 1000),
+    (90, 0, 1000),
+)
 """Of RAM, in MB: the device's, what is beside it, and SSD."""
 TINY = Forecaster("gpt2-tiny")
 

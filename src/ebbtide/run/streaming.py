@@ -90,10 +90,9 @@ class Streaming:
 
     def close(self) -> None:
         """Waits for what is under way, and gives the buffers back, whatever they hold."""
-        stream, self._updater.state = self._updater.state, None
-        self.kept = {}
-        if stream is not None:
-            stream.close()
+        if self._updater.state is not None:
+            self._updater.state.close()
+        self._updater.state, self.kept = None, {}
         self._staged.give_back()
 
 
