@@ -145,7 +145,8 @@ def bound_of(
     updating = facts["update_bytes"] / ceilings["update"]
     # The cores have the transfers to do, too: for a direct one the system still walks its pages and completes it.
     transfers = 2 * streamed * ceilings["disk_cores"]
-    seconds = {"disk": disk, "cores": forward + backward + updating + transfers}
+    seconds = {"disk": disk} if streamed else {}
+    seconds["cores"] = forward + backward + updating + transfers
     found: dict[str, Any] = {
         "bound_seconds": max(seconds.values()),
         "resource_seconds": seconds | {"cores_for_transfers": transfers},

@@ -22,12 +22,12 @@ STEPS = 1000
 
 def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
     """Bytes over both links of the host in one update, at least."""
-    total = sum(shape.state_bytes)
+    trained = updated(shape, record)
+    total = sum(shape.state_bytes[i] for i in trained)
     if not total or not record.moments:
         return 0
     if settings.ssd_beside_device:
         return 2 * least_streamed(shape, record, settings)
-    trained = [i for i, count in enumerate(shape.state_bytes) if count]
     away = sum(shape.parameter_bytes[i] + shape.gradient_bytes[i] for i in trained)
     rooms = [settings.device - moment.peak for moment in record.moments]
     crossing = _crossing(shape, record)
@@ -50,13 +50,23 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
 
 
 def least_streamed(shape: ModelShape, record: Record, settings: Settings) -> int:
-    """Where RAM is one tier with SSD beside it: bytes that do not fit at once in the fullest moment. In each iteration
-    they must be read once and, for all of it changes, written once."""
+    """Where all memory is RAM, with SSD beside it: bytes that do not fit at once in the fullest moment. In each
+    iteration they must be read once and, for all of it changes, written once; what no update changes is left out."""
+    if not settings.ssd:
+        return 0
     waiting = [0] * len(record.moments) if settings.in_backward else _waiting(shape, record)
     fullest = max(
         (moment.peak + held for moment, held in zip(record.moments, waiting, strict=True)), default=0
     )
-    return max(0, fullest + sum(shape.parameter_bytes) + sum(shape.state_bytes) - settings.device)
+    trained = updated(shape, record)
+    wanted = sum(shape.parameter_bytes[i] for i in trained) + sum(shape.state_bytes[i] for i in trained)
+    return max(0, fullest + wanted - settings.device - settings.host)
+
+
+def updated(shape: ModelShape, record: Record) -> list[int]:
+    """Chunks that an iteration has gradients of: the others' optimizer state is not touched."""
+    arrived = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
+    return [i for i in sorted(arrived) if shape.state_bytes[i]]
 
 
 @dataclass(frozen=True)
@@ -105,8 +115,7 @@ class _Facts:
         behind: int,
     ) -> None:
         self.behind = behind
-        arrived = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
-        trained = [i for i in sorted(arrived) if shape.state_bytes[i]]
+        trained = updated(shape, record)
         self.settings, self.rates = settings, rates
         self.state = sum(shape.state_bytes[i] for i in trained)
         self.grads = sum(shape.gradient_bytes[i] for i in trained)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ebbtide.plan.bound import updated
 from ebbtide.plan.job import Job
 from ebbtide.plan.rates import READ, TO_DEVICE, TO_HOST, WRITE
 from ebbtide.plan.shape import PARAM
@@ -45,8 +46,7 @@ class _Round:
     def __init__(self, job: Job, moved: Mapping[str, int]) -> None:
         plan, shape, rates = job.plan, job.shape, job.rates
         self.job, self.rates, self.moved = job, rates, moved
-        with_gradients = {shape.parameter_chunk[arrival.parameter] for arrival in plan.record.arrivals}
-        chunks = sorted(i for i in with_gradients if plan.homes[i] != "device")
+        chunks = [i for i in updated(shape, plan.record) if plan.homes[i] != "device"]
         self.bytes = sum(job.update_bytes[i] for i in chunks)
         self.update = rates.update_on_host(self.bytes)
         self.streamed = sum(plan.host.streamed(shape, i) for i in chunks if i in plan.host.ssd)
