@@ -127,12 +127,15 @@ def go_on(
 def _kinds(
     model: str, share: float, batch: int, seq: int, max_staleness: int, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """The settings of either engine."""
+    """The settings of either engine: as much RAM for both, so that exact updates have less of the state on SSD."""
     common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
+    free = common | {"updates": "lock-free"}
+    budgets = _budgets(free, model, share, batch, seq)
     found = {}
     for kind in ("exact", "lock-free"):
-        settings = common | {"updates": kind}
-        found[kind] = settings | _budgets(settings, model, share, batch, seq, folder / kind)
+        (folder / kind).mkdir()
+        ssd = budgets["ssd"] | {"folder": str(folder / kind)}
+        found[kind] = common | budgets | {"updates": kind, "ssd": ssd}
     return found
 
 
@@ -146,9 +149,7 @@ def _summary(rows: list[dict[str, Any]], begun: float, facts: dict[str, Any]) ->
     }
 
 
-def _budgets(
-    settings: Mapping[str, Any], model: str, share: float, batch: int, seq: int, folder: Path
-) -> dict[str, Any]:
+def _budgets(settings: Mapping[str, Any], model: str, share: float, batch: int, seq: int) -> dict[str, Any]:
     """RAM for parameters, gradients and activations, and as much more as leaves that share of the state to the SSD."""
     from ebbtide.tracing.alone import trace
 
@@ -172,11 +173,10 @@ def _budgets(
             continue
         streamed = sum(plan.host.streamed(setup.shape, i) for i in plan.host.ssd)
         low, high = (low, middle) if streamed <= share * sum(states) else (middle, high)
-    folder.mkdir()
     return {
         "device": {"kind": "cpu", "memory": high},
         "host": {"memory": 0},
-        "ssd": {"folder": str(folder), "memory": ssd},
+        "ssd": {"memory": ssd},
     }
 
 

@@ -100,7 +100,7 @@ def ssd(
     at_least("--seq", seq, 2)
     from ebbtide.bench.ssd import run
 
-    parts = tuple(_share(part, shares) for part in shares.split(","))
+    parts = tuple(_share("--shares", part, shares) for part in shares.split(","))
     _print(run(tuple(models.split(",")), parts, seq, repeats, folder, report=_say), json)
 
 
@@ -138,7 +138,7 @@ def lockfree(
     from ebbtide.cli.data import load_text
 
     text = load_text(data)
-    part = _share(str(share), str(share))
+    part = _share("--share", str(share), str(share))
     common = (text.train, text.valid, model, part, batch, seq)
     if after:
         found = go_on(*common, after, steps, max_staleness, folder, report=_say)
@@ -226,13 +226,13 @@ def overlap(
     _print(run(unit, repeats), json)
 
 
-def _share(part: str, given: str) -> float:
+def _share(flag: str, part: str, given: str) -> float:
     try:
         share = float(part)
     except ValueError:
         share = -1.0
     if not 0 < share <= 1:
-        raise ConfigError(f"--shares: expected shares above 0 and up to 1 such as 0.5,0.9, found {given!r}")
+        raise ConfigError(f"{flag}: expected shares above 0 and up to 1 such as 0.5, found {given!r}")
     return share
 
 
