@@ -122,13 +122,16 @@ def test_a_job_that_was_handed_over_half_way(monkeypatch: pytest.MonkeyPatch) ->
     engine.close()
 
 
-def test_a_job_that_nobody_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_job_that_nobody_was_given(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     engine = spilling()
     step(engine, 0)
     engine.synchronize()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
-        def hand_over(self: Job) -> None:
+        def hand_over(self: Job, original: Any = Job.hand_over) -> None:
+            if late:
+                original(self)
             raise KeyboardInterrupt
 
         patch.setattr(Job, "hand_over", hand_over)

@@ -98,7 +98,7 @@ class Gatherer:
     def _never(self, grad: Chunk, added: CopyEvent) -> None:
         """Nobody waits for ever for what an interrupt kept from being submitted; where it came later, it is done."""
         if grad.work is not None:
-            self._updater._wake()
+            self._updater.wake()
             with suppress(Exception):
                 grad.work.settle()
         if not added.done():

@@ -50,14 +50,14 @@ class Job:
         work: Callable[[], None],
         finish: Callable[[bool], None],
         failed: Callable[[BaseException], None],
-        wake: Callable[[], None],
+        taken: Callable[[Job], bool],
     ) -> None:
-        """`wake` sees to it that the other thread knows what it has been given."""
+        """`taken`: whether the other thread has the job or will get to it, which it sees to."""
         self._chunks = chunks
         self._waits = list(waits)
         self._work: Callable[[], None] | None = work
         self._finish = finish
-        self._failed, self._wake = failed, wake
+        self._failed, self._taken = failed, taken
         self._event: CopyEvent | None = None
         self.begun = False
         """The other thread is at it, or was."""
@@ -120,8 +120,7 @@ class Job:
 
     def _end(self) -> tuple[BaseException | None, BaseException | None]:
         """What the job raised, and what interrupted this."""
-        if self._event is not None:
-            self._wake()
+        if self._event is not None and self._taken(self):
             interrupt = self._event.outlast()
             return self._event.error, interrupt
         try:
@@ -172,7 +171,7 @@ class Updater:
         finish: Callable[[bool], None],
         at_once: bool = False,
     ) -> None:
-        job = Job(chunks, waits, work, finish, self._fail, self._wake)
+        job = Job(chunks, waits, work, finish, self._fail, self._taken)
         if at_once or not self.background:
             job.settle()
             return
@@ -184,12 +183,16 @@ class Updater:
             self._pending.append(job)  # from here on, whatever interrupts this, it is carried out
         self._stream.submit(self._work_off)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Where `submit` was interrupted, the thread does not know of its job yet."""
         with self._lock:
             waiting = self._first_waiting() is not None
         if waiting and self._stream is not None:
             self._stream.submit(self._work_off)
+
+    def _taken(self, job: Job) -> bool:
+        self.wake()
+        return job.begun or job in self._pending
 
     def _first_waiting(self) -> Job | None:
         return next((job for job in self._pending if not job.begun), None)

@@ -342,7 +342,7 @@ class LockFree:
         self._busy = True
         try:
             while not done():
-                self.executor.updater._wake()
+                self.executor.updater.wake()
                 self._force()
                 self._make_ready(first, forced=True)
                 if self._turns.queue:
