@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ebbtide.plan.forecast import look
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.strategies import STRATEGIES, set_up
 from ebbtide.plan.verdict import CHANGES
+from ebbtide.run.setup import resolve_budgets
 
 PROMISED = {
     "fits", "bytes", "params", "chunk_size", "utilisation", "step_seconds", "tokens_per_second", "tflops_per_device",
@@ -439,3 +441,22 @@ def test_the_example_of_a_plain_loop_runs() -> None:
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "moment" in done.stdout and "on the device" in done.stdout
+
+
+def test_a_card_reaches_ssd_through_the_hosts_memory() -> None:
+    """Where there is none, the forecast has no SSD, and the engine says what is missing."""
+    machine = Machine.read("pc-24gb").with_memory(device=32 * 10**6, host=0)
+    assert machine.ssd.memory
+    outlook = Forecaster(SMALL, {}).answer(machine, Workload(1, 64), explain=False).outlook
+    assert not outlook.fits
+
+    card = SimpleNamespace(
+        kind="cuda",
+        available=lambda: {"device": 8 << 30, "host": 8 << 30},
+        capacity=lambda: {"device": 8 << 30, "host": 8 << 30},
+    )
+    config = Config.read({"host": {"memory": 0}, "ssd": {"folder": "/tmp", "memory": 1 << 30}})
+    with pytest.raises(
+        ConfigError, match=r"host\.memory: expected more than 0 where ssd\.memory is not, found 0"
+    ):
+        resolve_budgets(config, card)  # type: ignore[arg-type]

@@ -127,7 +127,9 @@ class Ask:
 
     @property
     def ssd(self) -> int:
-        return self.machine.ssd.memory // self.machine.devices_per_node
+        """A card reaches it through the host's memory."""
+        beside = self.machine.device.kind == "cpu" or self.host > 0
+        return self.machine.ssd.memory // self.machine.devices_per_node if beside else 0
 
     @property
     def master(self) -> str:

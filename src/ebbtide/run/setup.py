@@ -112,6 +112,11 @@ def _resolve(config: Config, backend: Backend, neighbours: int) -> dict[str, int
     if backend.kind == "cuda":
         device = int(free["device"] * (1 - MARGIN)) if device == "auto" else device
         host = int(free["host"] * (1 - MARGIN)) if host == "auto" else host
+        if not host and config.ssd.memory != 0:
+            raise ConfigError(
+                "host.memory: expected more than 0 where ssd.memory is not, found 0: what is on SSD passes through the "
+                "host's memory, and is updated there; give it some, or leave SSD out"
+            )
     elif device == "auto" and config.placement != "auto" and host == "auto" and config.ssd.memory == 0:
         host = int(free["device"] * (1 - MARGIN)) // 2  # a named placement needs both tiers
         device = host // neighbours
