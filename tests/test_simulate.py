@@ -120,7 +120,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions(), st.sampled_from(PARTS), st.floats(1.001, 4.0))
 def test_more_of_anything_never_makes_a_step_slower(question: Question, part: str, factor: float) -> None:
     check_more(question, part, factor)

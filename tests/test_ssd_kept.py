@@ -224,7 +224,7 @@ def test_what_backward_has_left_is_updated_in_the_order_of_the_next_forward(fold
 
     def spy() -> None:
         reorder()
-        left.append([job.index for job in updater._waiting])
+        left.append([job.index for job in updater._pending if not job.begun])
 
     updater.reorder = spy  # type: ignore[method-assign]
     for number in range(4):

@@ -303,7 +303,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_an_interrupt_waits_for_updates_that_are_under_way(make: Any, gate: threading.Event) -> None:
     engine = make(Net, placement="host", device={"memory": 700_000})
+    gate.set()
     step(engine, 0)
+    step(engine, 1)  # from here on the plan stays, and nothing waits before the pass
+    engine.synchronize()
+    gate.clear()
+    step(engine, 2)
     inside = threading.Event()
     handle = engine.module.register_forward_pre_hook(lambda *_: inside.set())
 
@@ -318,10 +323,11 @@ def test_an_interrupt_waits_for_updates_that_are_under_way(make: Any, gate: thre
     user = threading.Thread(target=press)
     user.start()
     with pytest.raises(KeyboardInterrupt):
-        engine(**batch(1))
+        engine(**batch(3))
+    assert gate.is_set()
     user.join()
     handle.remove()
     engine.check_integrity()
-    for number in range(1, 4):
+    for number in range(3, 6):
         step(engine, number)
-    assert engine.weights_sha256() == plain(Net, 4)
+    assert engine.weights_sha256() == plain(Net, 6)
