@@ -64,4 +64,4 @@ def test_a_build_that_fails_shows_the_compilers_message(fresh, capsys):
 
 def test_the_library_was_built_for_this_source():
     assert isinstance(cpu_kernels(), NativeKernels)
-    assert build.find().name == build.library_name()
+    assert build.find().name == build.file_name()

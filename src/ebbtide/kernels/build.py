@@ -28,7 +28,7 @@ class BuildError(Exception):
     """The kernels could not be compiled; the text says why."""
 
 
-def library_name() -> str:
+def file_name() -> str:
     identity = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES))
     identity.update(" ".join((*FLAGS, platform.system(), platform.machine())).encode())
     return f"_kernels_{identity.hexdigest()[:16]}.so"
@@ -41,7 +41,7 @@ def folders() -> tuple[Path, Path]:
 
 
 def find() -> Path | None:
-    return next((path for folder in folders() if (path := folder / library_name()).exists()), None)
+    return next((path for folder in folders() if (path := folder / file_name()).exists()), None)
 
 
 def compiler() -> str | None:
@@ -57,7 +57,7 @@ def build() -> Path:
     folder = next(filter(_can_write, folders()), None)
     if folder is None:
         raise BuildError(f"none of {', '.join(map(str, folders()))} can be written")
-    target = folder / library_name()
+    target = folder / file_name()
     handle, scratch = tempfile.mkstemp(prefix="_building_", suffix=".so", dir=folder)
     os.close(handle)
     try:
