@@ -1,7 +1,8 @@
 """What ever smaller device budgets cost, against the resident run, and what each mechanism is worth.
 
 A budget is the non-model peak plus a share of the model data. The rows' `ratio` is taken against a resident step
-made in the same round. The other placements and evictions run under the same budget and are fields of its row.
+made in the same round, when nothing that the other engine left to be done goes on beside it. The other placements
+and evictions run under the same budget and are fields of its row.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ebbtide.bench.steps import Ours, median_ratio, race, tokens
+from ebbtide.bench.steps import Ours, median_ratio, tokens
 from ebbtide.errors import BudgetError
 
 WARM_UP = 3
@@ -70,23 +71,25 @@ def _measure(model: str, data: Any, config: dict[str, Any], repeats: int, reside
         for _ in range(WARM_UP):
             budget.step()
         before = budget.engine.stats()
-        seconds = race({"budget": budget.step, "resident": resident.step}, repeats, warm_up=0)
+        pairs = [(budget.step_in_a_row()[0], resident.step_in_a_row()[0]) for _ in range(repeats)]
         after = budget.engine.stats()
     finally:
         budget.close()
-    links = {link: _change(before, after, "moved_bytes", link) // repeats for link in after["moved_bytes"]}
+    ours, residents = ([pair[i] for pair in pairs] for i in (0, 1))
+    steps = 2 * repeats
+    links = {link: _change(before, after, "moved_bytes", link) // steps for link in after["moved_bytes"]}
     moved = sum(links.values())
     return {
-        "ratio": median_ratio(seconds["budget"], seconds["resident"]),
-        "step_seconds": statistics.median(seconds["budget"]),
-        "resident_seconds": statistics.median(seconds["resident"]),
+        "ratio": median_ratio(ours, residents),
+        "step_seconds": statistics.median(ours),
+        "resident_seconds": statistics.median(residents),
         "moved_bytes": moved,
         "moved_by_link": links,
         "minimum_bytes": after["minimum_traffic"],
         "over_minimum": moved / after["minimum_traffic"] if after["minimum_traffic"] else None,
-        "evictions": (after["evictions"] - before["evictions"]) // repeats,
+        "evictions": (after["evictions"] - before["evictions"]) // steps,
         "stall_seconds": {
-            k: _change(before, after, "stall_seconds", k) / repeats for k in after["stall_seconds"]
+            k: _change(before, after, "stall_seconds", k) / steps for k in after["stall_seconds"]
         },
         "device_state_chunks": after["device_state_chunks"],
         "chunks": after["chunks"],

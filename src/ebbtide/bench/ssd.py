@@ -2,8 +2,7 @@
 
 RAM is one tier; its budget leaves a share of the optimizer state to the disk. Every engine runs in a process of its own,
 in turn with a process that does forward and backward alone, so that both see the same machine. All ceilings are
-measured in the same run. Of two steps in a row the second counts: what it leaves to be done beside the next one is
-what it has had to do of the one before. The engine's process gives freed memory back (`backend.heap`): fragments of the
+measured in the same run. The engine's process gives freed memory back (`backend.heap`): fragments of the
 heap would hide what the budget is worth.
 """
 
@@ -187,15 +186,8 @@ def _start_engine(model: str, seq: int, config: dict[str, Any]) -> None:
 
 
 def _engine_step() -> float:
-    ours = _held["ours"]
-    ours.step()
-    before = dict(ours.engine.stats()["moved_bytes"])
-    start = time.perf_counter()
-    ours.step()
-    seconds = time.perf_counter() - start
-    after = ours.engine.stats()["moved_bytes"]
-    _held.setdefault("moved", []).append({link: after[link] - before[link] for link in after})
-    ours.engine.synchronize()  # the passes beside it have the cores to themselves
+    seconds, moved = _held["ours"].step_in_a_row()
+    _held.setdefault("moved", []).append(moved)
     return seconds
 
 
