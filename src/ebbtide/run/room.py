@@ -225,8 +225,8 @@ class Room:
 
     def _make_on_host(self, needed: int) -> None:
         """Frees host memory where there is SSD: copies of parameters that are elsewhere, then parameters themselves,
-        those of the farthest next use first, then copies of those on their way to the device. What is short after that,
-        the reservation will say."""
+        those of the farthest next use first, then those on their way from here or to here. What is short after that, the
+        reservation will say."""
         if needed <= self.ledger.room("host"):
             return
         self._updater.collect()
@@ -234,20 +234,27 @@ class Room:
             for chunk in sorted(self._host_copies(), key=self._course.distance, reverse=True):
                 if needed <= self.ledger.room("host"):
                     return
-                if chunk.ssd_valid or chunk.device_valid:
-                    self.store.drop(chunk, "host")
-                elif attempt == "spill" and self.store.ssd_space is not None:
-                    self.store.save(chunk)
-                    self.store.settle(chunk)
+                self._off_the_host(chunk, attempt == "spill")
             while attempt == "updates" and needed > self.ledger.room("host"):
                 if not self._updater.settle_oldest():
                     break
-        for chunk in self.store.moving(TO_DEVICE):
-            if needed > self.ledger.room("host") and chunk.kind == PARAM and chunk not in self._guarded:
-                self.store.end_move(chunk)
-                self.store.drop(chunk, "host")
+        for link in (SSD_READ, TO_DEVICE, TO_HOST):
+            for chunk in self.store.moving(link):
+                if needed > self.ledger.room("host") and self._is_free_parameter(chunk):
+                    self.store.end_move(chunk)
+                    self._off_the_host(chunk, spill=True)
         if needed > self.ledger.room("host"):
             self._end_saving()
+
+    def _off_the_host(self, chunk: Chunk, spill: bool) -> None:
+        if chunk.ssd_valid or chunk.device_valid:
+            self.store.drop(chunk, "host")
+        elif spill and self.store.ssd_space is not None:
+            self.store.save(chunk)
+            self.store.settle(chunk)
+
+    def _is_free_parameter(self, chunk: Chunk) -> bool:
+        return chunk.kind == PARAM and chunk.work is None and chunk not in self._guarded
 
     def _end_saving(self) -> None:
         end = self.saving() if self.saving is not None else None
@@ -259,9 +266,5 @@ class Room:
         return [
             c
             for c in self.store.chunks.values()
-            if c.kind == "param"
-            and c.host is not None
-            and c.move is None
-            and c.work is None
-            and c not in self._guarded
+            if c.host is not None and c.move is None and self._is_free_parameter(c)
         ]
