@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ebbtide
+from ebbtide.bench.steps import tokens
 from ebbtide.cli.app import run
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.forecaster import Forecaster, Workload
+from ebbtide.models import find_model
 from ebbtide.plan.forecast import look
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.strategies import STRATEGIES, set_up
@@ -315,6 +317,24 @@ def test_budgets_of_the_config_are_those_of_the_forecast() -> None:
     on_ssd = ebbtide.forecast("gpt2-tiny", machine, seq=64)
     assert on_ssd.bytes["ssd"]["state"] > 0 and any("ssd.memory" in note for note in on_ssd.notes)
     assert not ebbtide.forecast("gpt2-tiny", machine, seq=64, config={"ssd": {"memory": "1MB"}}).fits
+
+
+@pytest.mark.parametrize(("host", "tier"), [(80, "host"), (10, "ssd")])
+def test_activations_leave_as_the_engine_sends_them(host: int, tier: str, tmp_path: Path) -> None:
+    """To SSD where RAM is short. Budgets are so tight that the engine has to keep to what is foreseen."""
+    config: dict[str, Any] = {"device": {"memory": "60MB"}, "host": {"memory": f"{host}MB"}}
+    config |= {"ssd": {"memory": "200MB", "folder": str(tmp_path)}, "offload_activations": "all"}
+    found = ebbtide.forecast("gpt2-tiny", CPU, seq=512, config=config)
+    assert found.fits and found.bytes[tier]["activations"] > 30e6
+    engine = ebbtide.initialize(find_model("gpt2-tiny").build(0), config)
+    for _ in range(3):
+        engine.backward(engine(**tokens("gpt2-tiny", 1, 512)).loss)
+        engine.step()
+    plan, diverged = engine._session.course.plan, engine.stats()["diverged"]
+    engine.close()
+    assert plan is not None and plan.away is not None and not diverged
+    for where, count in (("host", plan.away.host_bytes), ("ssd", plan.away.stored_bytes)):
+        assert found.bytes[where].get("activations", 0) == pytest.approx(count, rel=0.08)
 
 
 def test_a_flag_goes_before_the_budget_of_the_config(

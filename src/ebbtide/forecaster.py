@@ -18,9 +18,9 @@ from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations as checkpoint
+from ebbtide.plan.activations import ALL, CHECKPOINTS, OFF
 from ebbtide.plan.forecast import Outlook, Question, look
 from ebbtide.plan.machine import Machine
-from ebbtide.plan.offload import offload
 from ebbtide.plan.strategies import Ask, Model
 from ebbtide.plan.verdict import Lift, lifts, sentence
 from ebbtide.record import Record
@@ -186,13 +186,14 @@ class Forecaster:
         shared = machine.devices if self.spec is not None and self.spec.experts else 1
         sets = self._expert_sets(shared, strategy)
         target = machine.device.kind
-        key = (work.batch, work.seq, work.checkpoint_activations, shared, sets, layers, target)
+        saved = self._offload(work) != OFF
+        key = (work.batch, work.seq, work.checkpoint_activations, shared, sets, layers, target, saved)
         if key not in self._seen:
             start = time.perf_counter()
             seen = (
-                self._of_spec(work, shared, sets, layers, target)
+                self._of_spec(work, shared, sets, layers, target, saved)
                 if self.spec is not None
-                else self._of_module(work, target)
+                else self._of_module(work, target, saved)
             )
             self._seen[key] = replace(seen, seconds=time.perf_counter() - start)
         return self._seen[key]
@@ -205,7 +206,9 @@ class Forecaster:
         gathered = self.config.experts != "spread" or self.config.updates == "in-backward"
         return 1 if gathered and strategy == "ebbtide" else expert_sets(self.spec.experts, ranks)
 
-    def _of_spec(self, work: Workload, ranks: int, shares: int, layers: int | None, target: str) -> Seen:
+    def _of_spec(
+        self, work: Workload, ranks: int, shares: int, layers: int | None, target: str, saved: bool
+    ) -> Seen:
         assert self.spec is not None
         spec = self.spec if layers is None else self.spec.with_layers(layers)
         share = spec.share_of_experts(shares)
@@ -213,7 +216,7 @@ class Forecaster:
         if work.checkpoint_activations:
             checkpoint(module, spec.name)
         dtype = DTYPES[self.config.precision]
-        traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target)
+        traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target, saved)
         spread = spec.experts and (shares > 1 or ranks == 1)
         expert = tuple(".experts." in tensor.name for tensor in traced.tensors) if spread else ()
         tokens = spec.tokens(work.batch, work.seq)
@@ -224,12 +227,12 @@ class Forecaster:
             spec.name, traced, params, tokens, expert, ranks // shares, sent if any(expert) else 0, 0.0
         )
 
-    def _of_module(self, work: Workload, target: str) -> Seen:
+    def _of_module(self, work: Workload, target: str, saved: bool) -> Seen:
         module = self._model if isinstance(self._model, nn.Module) else self._built()
         found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
         dtype = DTYPES[self.config.precision] if len(found) == 1 else None
         with _checkpointed(module, work.checkpoint_activations):
-            traced = trace(module, self._example, dtype, target=target)
+            traced = trace(module, self._example, dtype, target=target, saved=saved)
         tokens = self._tokens if self._tokens is not None else _positions(self._example)
         return Seen(
             type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 1, 0, 0.0
@@ -250,23 +253,18 @@ class Forecaster:
     def question(
         self, machine: Machine, work: Workload, strategy: str, layers: int | None = None
     ) -> Question:
-        machine, work = self.budgeted(machine), self._offloading(work)
+        machine = self.budgeted(machine)
         seen = self.see(work, machine, layers, strategy)
         record = seen.trace.record
-        offloaded: Mapping[int, tuple[tuple[int, int], ...]] = {}
-        taken = 0
-        if work.offload_activations:
-            away = offload(record)
-            record, offloaded, taken = away.record, away.moved, away.host_bytes
         model = Model(seen.trace.tensors, seen.trace.trained, seen.trace.runs, seen.expert, seen.alike)
         exchanges = _exchanges(record, seen) if machine.devices > 1 else {}
         ask = Ask(model, machine, self.config)
-        return Question(ask, record, seen.tokens, exchanges, strategy, offloaded, taken, seen.params)
+        return Question(ask, record, seen.tokens, exchanges, strategy, self._offload(work), seen.params)
 
     def answer(
         self, machine: Machine, work: Workload, strategy: str = "ebbtide", explain: bool = True
     ) -> Forecast:
-        machine, work = self.budgeted(machine), self._offloading(work)
+        machine = self.budgeted(machine)
         question = self.question(machine, work, strategy)
         seen = self.see(work, machine, strategy=strategy)
         start = time.perf_counter()
@@ -298,23 +296,20 @@ class Forecaster:
             _said(config.device.memory), _said(config.host.memory), _said(config.ssd.memory) or None
         )
 
-    def _offloading(self, work: Workload) -> Workload:
-        """With what the config sends away: all, or what there is with checkpoints."""
-        which = self.config.offload_activations
-        sent = which == "all" or (which == "checkpoints" and work.checkpoint_activations)
-        return replace(work, offload_activations=True) if sent else work
+    def _offload(self, work: Workload) -> str:
+        """Which activations leave the device."""
+        return ALL if work.offload_activations else self.config.offload_activations
 
     def _not_foreseen(self, work: Workload, found: Outlook) -> Iterator[str]:
         """What the config says that a forecast cannot follow."""
         config = self.config
         if config.unmanaged or config.host_modules:
             yield "unmanaged and host_modules are not foreseen: all parameters are planned in chunks"
-        if config.offload_activations == "checkpoints":
-            yield (
-                'offload_activations = "checkpoints" is foreseen as "all": beside checkpoints little else is there to go'
-                if work.checkpoint_activations
-                else 'offload_activations = "checkpoints" sends nothing away without checkpoints; nothing is foreseen'
-            )
+        which, away = self._offload(work), None if found.plan is None else found.plan.away
+        if which == CHECKPOINTS and not work.checkpoint_activations:
+            yield 'offload_activations = "checkpoints" sends nothing away without checkpoints'
+        elif away is not None and not away.sizes:
+            yield "nothing of what forward saves could be traced: no activations are foreseen to leave the device"
         if not config.ssd.memory and any(found.bytes.get("ssd", {}).values()):
             yield "the plan uses the machine's SSD; training does where the config sets ssd.memory and ssd.folder"
 

@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from ebbtide.plan.offload import NEAR
 from ebbtide.plan.stage import BLOCK, passage_bytes
 from ebbtide.record import Moment, Record, Saved
 from ebbtide.units import round_up
 
 OFF, CHECKPOINTS, ALL = "off", "checkpoints", "all"
+NEAR = 2
+"""Moments that a copy may take beside the computation, in each direction."""
 SPENT = 1 / 8
 """Share of the bytes gained at the peak that copies may take back for going beside the computation."""
 BYTES_HIDE, FLOPS_HIDE = 64, 64 * 200

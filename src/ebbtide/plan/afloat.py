@@ -60,7 +60,7 @@ class _Search:
                 short = None if away.stored_bytes <= settings.ssd else _full_ssd(away, settings)
                 break
             try:
-                return replace(make_plan(self.shape, left, rest, self.cost), away=away)
+                return replace(make_plan(self.shape, left, rest, self._cost_with(away)), away=away)
             except BudgetError as error:
                 # Its frames know the search: a circle that would hold all that its callers hold.
                 short = error.with_traceback(None)
@@ -70,6 +70,10 @@ class _Search:
         if short is not None and (self.refusal is None or short.short < self.refusal.short):
             self.refusal = short
         return None
+
+    def _cost_with(self, away: Away) -> Cost | None:
+        cost = self.cost
+        return None if cost is None else lambda plan: cost(replace(plan, away=away))
 
     def _rest(self, away: Away) -> Settings | None:
         """What activations leave to model data; None where they do not fit. A tier that is full is a tier still."""

@@ -7,12 +7,11 @@ what one leaves behind is what the next begins with.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
+from ebbtide.plan.activations import SSD, Trip
 from ebbtide.plan.books import Books
 from ebbtide.plan.job import Job
-from ebbtide.plan.offload import NEAR
 from ebbtide.plan.pace import pace
 from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
@@ -21,8 +20,6 @@ from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.stage import SLOTS
 from ebbtide.plan.uses import uses_of
 
-AHEAD = 2
-"""Moments before the one that needs them at which activations start on their way back."""
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
 
@@ -90,12 +87,11 @@ class _Walk(Books):
         """The end of backward."""
         self.returned: list[int] = []
         """What the next pass waits for."""
-        self.away: dict[int, list[tuple[int, int]]] = {}
-        """By moment that needs them, activations that have left: (task, bytes)."""
-        self.lowering: dict[int, list[tuple[int, int]]] = {}
-        """By moment from which the level counts them no more, activations that are on their way."""
-        self.asked: deque[int] = deque([-1] * AHEAD, maxlen=AHEAD)
-        """The computing task at each of the last moments that needed activations back."""
+        self.trips = self._trips()
+        self.gone: dict[int, int] = {}
+        """By number, activations that have left: the task that ends it."""
+        self.back: dict[int, int] = {}
+        """By number, those that have come back."""
         self.reduced: list[int] = []
         """The reductions of this iteration."""
         self.written: dict[int, list[int]] = {}
@@ -126,13 +122,13 @@ class _Walk(Books):
                 self.fetch(trigger.item, place)
 
     def _moment(self, place: int, once: int) -> None:
-        for task, count in self.lowering.pop(place, []):
-            self.leaving.append((task, count))
-            self.leaving_bytes += count
+        for trip in self.trips["gone"].get(once, ()):
+            self.leaving.append((self.gone[trip.number], trip.bytes))
+            self.leaving_bytes += trip.bytes
         self._trigger(place)
         waits = self._bring(place)
         waits += self.room_for(0, place)
-        waits += self._activations_back(place)
+        waits += self._activations_back(place, once)
         exchanged = self.job.exchanges.get(once, 0)
         if exchanged:
             seconds = self.rates.exchange(exchanged, self.rates.ranks)
@@ -165,24 +161,44 @@ class _Walk(Books):
             waits.append(now.task)
         return waits
 
-    def _activations_away(self, place: int, once: int) -> None:
-        base = place - once
-        for count, needed in self.job.offloaded.get(once, ()):
-            task = self.task(TO_HOST, self.rates.move(count), [self.compute], place, count, "activations")
-            self.away.setdefault(base + needed, []).append((task, count))
-            self.lowering.setdefault(place + 1 + NEAR, []).append((task, count))
+    def _trips(self) -> dict[str, dict[int, list[Trip]]]:
+        """Activations that leave, by the moment of a pass: forward saves them, the level counts them no more, it counts
+        them again, backward wants them."""
+        away, saved = self.plan.away, self.plan.record.saved
+        found: dict[str, dict[int, list[Trip]]] = {"saved": {}, "gone": {}, "come": {}, "wanted": {}}
+        for trip in () if away is None else away.trips.values():
+            facts = saved[trip.number]
+            when = {"saved": facts.first, "gone": trip.gone, "come": trip.come, "wanted": facts.back}
+            for what, moment in when.items():
+                found[what].setdefault(moment, []).append(trip)
+        return found
 
-    def _activations_back(self, place: int) -> list[int]:
-        """They start on their way a little before they are needed: for more there may be no room."""
-        found = self.away.pop(place, [])
-        if not found:
-            return []
-        since = self.asked[0]
-        self.asked.append(self.compute)
-        return [
-            self.task(TO_DEVICE, self.rates.move(count), [task, since], place, count, "activations")
-            for task, count in found
-        ]
+    def _activations_away(self, place: int, once: int) -> None:
+        for trip in self.trips["saved"].get(once, ()):
+            self.gone[trip.number] = self._carry(trip, [self.compute], place, (TO_HOST, WRITE))
+
+    def _activations_back(self, place: int, once: int) -> list[int]:
+        """They start on their way when the level counts them again; what wants them waits."""
+        for trip in self.trips["come"].get(once, ()):
+            since = [self.gone[trip.number], self.compute, *self.room_for(0, place)]
+            self.back[trip.number] = self._carry(trip, since, place, (READ, TO_DEVICE))
+        return [self.back[trip.number] for trip in self.trips["wanted"].get(once, ())]
+
+    def _carry(self, trip: Trip, after: list[int], place: int, lanes: tuple[str, str]) -> int:
+        """To SSD they pass the host, where there is one."""
+        last = -1
+        for lane in lanes:
+            if lane in (READ, WRITE):
+                if trip.tier != SSD:
+                    continue
+                seconds = self.rates.disk(trip.bytes, lane == READ)
+            elif self.beside:
+                continue
+            else:
+                seconds = self.rates.move(trip.bytes)
+            last = self.task(lane, seconds, after, place, trip.bytes, "activations")
+            after = [last]
+        return last
 
     def _capture(self, place: int, once: int) -> None:
         arrived = self.arriving.get(once)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ebbtide.errors import BudgetError
+from ebbtide.plan.activations import OFF, send_away
+from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.execute import Walked, step_seconds, walk
@@ -23,7 +25,6 @@ from ebbtide.plan.simulate import Run, simulate
 from ebbtide.plan.stage import days_left
 from ebbtide.plan.strategies import Ask, Setup, check_warm_up, set_up
 from ebbtide.record import Record
-from ebbtide.units import format_size
 
 NOTHING = 1e-9
 """Seconds too short to speak of."""
@@ -41,12 +42,14 @@ class Question:
     """That a device's batch trains."""
     exchanges: Mapping[int, int] = field(default_factory=dict)
     strategy: str = "ebbtide"
-    offloaded: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """By moment, activations that leave the device after it: bytes, and the moment that needs them again."""
-    offloaded_bytes: int = 0
-    """That they take on the host."""
+    offload: str = OFF
+    """Which activations leave the device between forward and backward; the record says what forward saves."""
     params: int = 0
     """Of the whole model, where a rank holds a share of it; 0: as traced."""
+
+    def lightest(self) -> Record:
+        """With all of them away that could be."""
+        return self.record if self.offload == OFF else send_away(self.record, self.offload, 1.0, 0.0)[0]
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,7 @@ def look(
     it was made for gradients that are exchanged so."""
     setup = set_up(question.strategy, question.ask)
     setup = (setup.sliced() if in_slices else None) or setup
-    left = setup.settings.host - question.offloaded_bytes
-    setup = replace(setup, settings=replace(setup.settings, host=max(0, left)))
+    lightest = question.lightest()
     base = Outlook(
         question.strategy,
         False,
@@ -122,18 +124,15 @@ def look(
         question.ask.ranks,
         setup.chunk_size,
         setup.layout.utilisation,
-        _margin_chunks(setup, question.record),
+        _margin_chunks(setup, lightest),
     )
-    if left < 0:
-        message = f"host: activations that leave the device take {format_size(question.offloaded_bytes)}"
-        return replace(base, short=Short("host", -left, message))
     try:
         check_warm_up(setup)
         if plan is None:
             setup, plan = _planned(question, setup, quick)
     except BudgetError as error:
         return replace(base, short=Short(error.tier, error.short, str(error)))
-    return _answer(question, setup, plan, base)
+    return _answer(question, setup, plan, lightest, base)
 
 
 def _planned(question: Question, setup: Setup, quick: bool) -> tuple[Setup, Plan]:
@@ -142,8 +141,11 @@ def _planned(question: Question, setup: Setup, quick: bool) -> tuple[Setup, Plan
     def seconds(plan: Plan) -> float:
         return step_seconds(job_of(question, setup, plan))
 
+    cost = None if quick else seconds
     try:
-        return setup, make_plan(setup.shape, question.record, setup.settings, None if quick else seconds)
+        if question.offload == OFF:
+            return setup, make_plan(setup.shape, question.record, setup.settings, cost)
+        return setup, plan_afloat(setup.shape, question.record, setup.settings, question.offload, cost)
     except BudgetError:
         sliced = setup.sliced()
         if sliced is None:
@@ -163,21 +165,20 @@ def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
         setup.all_reduce,
         setup.lock_free,
         question.exchanges,
-        question.offloaded,
         question.ask.config.clip is not None,
         question.ask.config.max_staleness,
         question.ask.ranks if setup.in_slices else 1,
     )
 
 
-def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outlook:
+def _answer(question: Question, setup: Setup, plan: Plan, lightest: Record, base: Outlook) -> Outlook:
     job = job_of(question, setup, plan)
     rates = job.rates
     walked = walk(job)
     run = simulate(walked.tasks)
     begin, end = run.ends[walked.last[-2]], run.ends[walked.last[-1]]
     behind = question.ask.config.max_staleness if setup.lock_free else 1
-    must = resource_bound(setup.shape, question.record, setup.settings, rates, setup.update_bytes, behind)
+    must = resource_bound(setup.shape, lightest, setup.settings, rates, setup.update_bytes, behind)
     moved = walked.moved()
     paced = pace(job, end - begin, moved)
     step, staleness = paced.step, paced.staleness if setup.lock_free else None
@@ -192,7 +193,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, base: Outlook) -> Outl
         base,
         fits=True,
         exchange_in_slices=setup.in_slices,
-        bytes=_bytes(setup, plan, walked, question.offloaded_bytes),
+        bytes=_bytes(setup, plan, walked),
         moved_bytes=moved,
         ssd_written=written,
         endurance_days=days_left(machine.ssd.endurance, written, step),
@@ -224,7 +225,7 @@ def _margin_chunks(setup: Setup, record: Record) -> int:
     return min(int(room // each), len(states))
 
 
-def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[str, dict[str, int]]:
+def _bytes(setup: Setup, plan: Plan, walked: Walked) -> dict[str, dict[str, int]]:
     shape = setup.shape
     homes = plan.homes
     states = {
@@ -237,13 +238,16 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked, activations: int) -> dict[s
     params = sum(shape.parameter_bytes[i] for i in kept if i not in plan.host.ssd_parameters)
     grads = waiting_gradients(shape, away, setup.settings)
     host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
-    if activations:
-        host["activations"] = activations
     if plan.host.ssd or plan.host.ssd_parameters or setup.settings.lock_free:
         host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
+    if plan.away is not None and plan.away.trips:
+        host["activations"] = plan.away.host_bytes
+        host["buffers"] = host.get("buffers", 0) + plan.away.staging
     if setup.settings.ssd_beside_device:
         host = {}
     ssd = {"state": states["ssd"], "param": sum(shape.parameter_bytes[i] for i in plan.host.ssd_parameters)}
+    if plan.away is not None and plan.away.on_ssd:
+        ssd["activations"] = plan.away.stored_bytes
     if setup.settings.ssd_beside_device:
         for item in plan.residency.evicted:
             kind, _ = plan.items[item]

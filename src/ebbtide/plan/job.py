@@ -31,8 +31,6 @@ class Job:
     """Updates go on beside the passes, which wait for none."""
     exchanges: Mapping[int, int] = field(default_factory=dict)
     """By moment of the record: bytes that a rank sends to the others (experts' tokens)."""
-    offloaded: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """By moment of the record, the activations that leave after it: bytes, and the moment that needs them again."""
     clip: bool = False
     """The norm is a barrier: with several ranks it waits for all reductions."""
     max_staleness: int = 1

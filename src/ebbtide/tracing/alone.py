@@ -41,13 +41,14 @@ def trace(
     dtype: torch.dtype | None = None,
     keep_outputs: bool = True,
     target: str = "cpu",
+    saved: bool = False,
 ) -> Trace:
     """Imagines forward and backward of `module` on `example` (keyword arguments as a mapping, positional ones as a
     tuple, or one tensor), under fake tensors on the CPU. Both may be on the meta device.
 
     `dtype`: what floating parameters and buffers are computed in, as after `module.to(dtype)`; left out, their
     own. `keep_outputs`: the loop holds all that forward gave through backward, as `out = module(...)` does; without,
-    only the loss.
+    only the loss. `saved`: the record says what is saved for backward, and so could leave the device.
 
     A module that no pass can be imagined of (control flow by values, an operator without a fake kernel) gets an
     estimate by layer type, and a note that says so.
@@ -89,6 +90,7 @@ def trace(
             scalar_loss,
             keep_outputs,
             RULES.get(target),
+            saved,
         )
     except Exception as reason:
         # Whatever a forward may raise under fake tensors, a plan needs a record.
