@@ -36,7 +36,7 @@ LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)
 MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1b")
 SEQUENCES = (256, 1024)
 VISITS, APART = 2, 0.05
-"""How often a case is measured; once more where its visits differ by more than this share."""
+"""How often a case is measured, where nobody says; once more where its visits differ by more than this share."""
 WARM_UP = 5
 """Steps until everything is where it belongs: two are traced, then what the first plan left on SSD is fetched."""
 LASTING = 10.0
@@ -70,8 +70,10 @@ def run(
     folder: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
     journal: Path | None = None,
+    visits: int = VISITS,
 ) -> dict[str, Any]:
-    """`journal`: a file that keeps what was measured; a run that was ended goes on from it."""
+    """`journal`: a file that keeps what was measured; a run that was ended goes on from it. `visits`: how often a
+    row is measured, and from two on once more where they are apart."""
     with tempfile.TemporaryDirectory() as scratch:
         disk, path = folder or Path(scratch), Path(scratch) / "machine.toml"
         kept = _Journal(journal)
@@ -80,10 +82,10 @@ def run(
             kept.add_machine(alone(_examine, disk, FULL))
         path.write_text(machine_toml(kept.machines[0], "As it was found at first."), encoding="utf-8")
         jobs = list(_jobs(models, seqs, kept.machines[0]))
-        for number in range(VISITS + 1):
+        for number in range(visits + 1):
             for case, forecaster in jobs:
                 seen = kept.visits[case]
-                if len(seen) == number and (number < VISITS or _apart(seen)):
+                if len(seen) == number and (number < visits or _apart(seen)):
                     kept.add_visit(case, alone(_measured, case, path, forecaster.config, disk, repeats))
                     step = seen[-1]["step_seconds"]
                     report(f"{case.model}, sequence {case.seq}, {case.name}: {step:.3f} s a step")

@@ -69,6 +69,7 @@ def forecast(
     models: Annotated[str, Option(help="Presets, with commas.")] = "gpt2-124m,gpt2-350m,gpt2-1b",
     seqs: Annotated[str, Option(help="Lengths of a sequence, with commas.")] = "256,1024",
     repeats: Repeats = 5,
+    visits: Annotated[int, Option(help="How often each row is measured, all rows in turn.")] = 2,
     journal: Annotated[
         Path | None, Option(help="A file for what is measured; given again, the run goes on from there.")
     ] = None,
@@ -76,6 +77,7 @@ def forecast(
 ) -> None:
     """Predicted and measured steps, bytes moved and peaks, on this machine as `doctor` measures it."""
     at_least("--repeats", repeats, 1)
+    at_least("--visits", visits, 1)
     lengths = []
     for part in seqs.split(","):
         if not (part.isascii() and part.isdecimal()) or int(part) < 2:
@@ -83,7 +85,8 @@ def forecast(
         lengths.append(int(part))
     from ebbtide.bench.forecast import run
 
-    _print(run(tuple(models.split(",")), tuple(lengths), repeats, report=_say, journal=journal), json)
+    found = run(tuple(models.split(",")), tuple(lengths), repeats, None, _say, journal, visits)
+    _print(found, json)
 
 
 @bench.command()
