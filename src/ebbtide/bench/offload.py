@@ -75,7 +75,7 @@ def _measure(model: str, data: Any, config: dict[str, Any], repeats: int, reside
         after = budget.engine.stats()
     finally:
         budget.close()
-    ours, residents = ([pair[i] for pair in pairs] for i in (0, 1))
+    ours, residents = zip(*pairs, strict=True)
     steps = 2 * repeats
     links = {link: _change(before, after, "moved_bytes", link) // steps for link in after["moved_bytes"]}
     moved = sum(links.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.errors import BudgetError
-from ebbtide.plan.activations import SPENT, Away, Room, send_away
+from ebbtide.plan.activations import OFF, SPENT, Away, Room, send_away
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.search import Cost
@@ -24,6 +24,8 @@ def plan_afloat(
 ) -> Plan:
     """The first that the host has room for. Those that need SSD for activations compete with it, and with each other,
     by the bytes that they move."""
+    if which == OFF:
+        return make_plan(shape, record, settings, cost)
     search = _Search(shape, record, settings, which, cost)
     best: Plan | None = None
     for share, spent in SHARES:

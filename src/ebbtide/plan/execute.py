@@ -127,8 +127,8 @@ class _Walk(Books):
             self.leaving_bytes += trip.bytes
         self._trigger(place)
         waits = self._bring(place)
-        waits += self.room_for(0, place)
-        waits += self._activations_back(place, once)
+        room = self.room_for(0, place)
+        waits += [*room, *self._activations_back(place, once, room)]
         exchanged = self.job.exchanges.get(once, 0)
         if exchanged:
             seconds = self.rates.exchange(exchanged, self.rates.ranks)
@@ -177,10 +177,10 @@ class _Walk(Books):
         for trip in self.trips["saved"].get(once, ()):
             self.gone[trip.number] = self._carry(trip, [self.compute], place, (TO_HOST, WRITE))
 
-    def _activations_back(self, place: int, once: int) -> list[int]:
-        """They start on their way when the level counts them again; what wants them waits."""
+    def _activations_back(self, place: int, once: int, room: list[int]) -> list[int]:
+        """They start on their way when the level counts them again and has `room`; what wants them waits."""
         for trip in self.trips["come"].get(once, ()):
-            since = [self.gone[trip.number], self.compute, *self.room_for(0, place)]
+            since = [self.gone[trip.number], self.compute, *room]
             self.back[trip.number] = self._carry(trip, since, place, (READ, TO_DEVICE))
         return [self.back[trip.number] for trip in self.trips["wanted"].get(once, ())]
 

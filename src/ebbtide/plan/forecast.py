@@ -19,7 +19,6 @@ from ebbtide.plan.execute import Walked, step_seconds, walk
 from ebbtide.plan.hostside import waiting_gradients
 from ebbtide.plan.job import Job
 from ebbtide.plan.pace import pace
-from ebbtide.plan.place import make_plan
 from ebbtide.plan.rates import COMPUTE, LANES, READ, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
 from ebbtide.plan.stage import days_left
@@ -143,8 +142,6 @@ def _planned(question: Question, setup: Setup, quick: bool) -> tuple[Setup, Plan
 
     cost = None if quick else seconds
     try:
-        if question.offload == OFF:
-            return setup, make_plan(setup.shape, question.record, setup.settings, cost)
         return setup, plan_afloat(setup.shape, question.record, setup.settings, question.offload, cost)
     except BudgetError:
         sliced = setup.sliced()

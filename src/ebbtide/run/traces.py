@@ -10,7 +10,6 @@ from ebbtide.plan.activations import OFF
 from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.bound import least_traffic
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.place import make_plan
 from ebbtide.plan.search import Cost
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
@@ -85,8 +84,6 @@ class Traces:
         return known.plans[device] is not None
 
     def _make(self, record: Record, settings: Settings) -> Plan:
-        if self.offload == OFF:
-            return make_plan(self.shape, record, settings, self.cost)
         return plan_afloat(self.shape, record, settings, self.offload, self.cost)
 
     def highest(self) -> int:
