@@ -29,7 +29,7 @@ from ebbtide.state.files import PIECE, File
 
 def run(
     model: str = "gpt2-1b",
-    repeats: int = 3,
+    repeats: int = 6,
     folder: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def ranks(
 @bench.command()
 def save(
     model: Model = "gpt2-1b",
-    repeats: Annotated[int, Option(help="Checkpoints of each kind.")] = 3,
+    repeats: Annotated[int, Option(help="Checkpoints of each kind.")] = 6,
     folder: Annotated[
         Path | None,
         Option(help="On the disk to be used, with room for four checkpoints; left out, the system's."),

@@ -38,6 +38,8 @@ def _native() -> ctypes.CDLL | None:
         return None
     library.crc_of.argtypes = (ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
     library.crc_of.restype = ctypes.c_uint32
+    library.crc_by.argtypes = (ctypes.c_int32, *library.crc_of.argtypes)
+    library.crc_by.restype = ctypes.c_uint32
     library.crc_each.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
     library.crc_each.restype = None
     return library
