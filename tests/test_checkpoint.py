@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import random
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.errors import ConfigError, DiskError, IntegrityError, StateError
 from ebbtide.state import checkpoint, files, folders, shards
-from ebbtide.state.folders import Run
+from ebbtide.state.folders import INDEX, Run
 from ebbtide.state.index import read_index
 from ebbtide.units import round_up
 from harness import LR, batch_of, config_of, facts
@@ -536,6 +538,54 @@ def test_bytes_come_from_buffers_and_from_where_they_lie(folder: Path) -> None:
         assert content[place : place + part.numel()] == part.numpy().tobytes()
 
 
+@pytest.mark.parametrize(("master", "pieces"), [("split", 2), ("separate", 1)])
+def test_large_masters_are_written_from_where_they_lie(
+    master: str, pieces: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is put together for the disk: what is split stays so, and is joined by who reads it."""
+    filled = []
+    fill = checkpoint._Writing.fill
+
+    def noted(self: Any, item: Any, memory: torch.Tensor) -> None:
+        filled.append((item.index.fqn, memory.numel()))
+        fill(self, item, memory)
+
+    monkeypatch.setattr(checkpoint._Writing, "fill", noted)
+    engine = start("gpt2", config_of(master=master))
+    train(engine, "gpt2", 0, 1)
+    metadata = read_index(engine.save(folder))
+    sha = engine.weights_sha256()
+    engine.close()
+    large = [i for i, s in metadata.storage_data.items() if sum(p.nbytes for p in s) >= 4 * BLOCK]
+    weights = [index for index in large if index.fqn.startswith("weights/")]
+    assert weights and all(len(metadata.storage_data[index]) == pieces for index in weights)
+    assert not {index.fqn for index in weights} & {key for key, nbytes in filled if nbytes >= 4 * BLOCK}
+    other = start("gpt2", config_of(), seed=7)
+    other.load(folder)
+    assert other.weights_sha256() == sha
+    other.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_formats(known: bool, folder: Path) -> None:
+    """That of before had ranges in one piece, as separate masters have; any other is refused by its number."""
+    engine = start("gpt2", config_of(master="separate"))
+    train(engine, "gpt2", 0, 1)
+    saved, sha = engine.save(folder), engine.weights_sha256()
+    body = json.loads(json.loads((saved / INDEX).read_bytes())["body"])
+    body["format"] = 2 if known else 1
+    text = json.dumps(body)
+    (saved / INDEX).write_text(json.dumps({"checksum": zlib.crc32(text.encode()), "body": text}))
+    train(engine, "gpt2", 1, 2)
+    if known:
+        engine.load(folder)
+        assert engine.weights_sha256() == sha
+    else:
+        with pytest.raises(IntegrityError, match="expected a checkpoint of format 3, found 1"):
+            engine.load(folder)
+    engine.close()
+
+
 @pytest.mark.parametrize("file", ["rank-00000.bin", "index.json"])
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_damage_is_found(file: str, how: str, folder: Path) -> None:
@@ -543,7 +593,7 @@ def test_damage_is_found(file: str, how: str, folder: Path) -> None:
     engine = start("gpt2", config_of())
     train(engine, "gpt2", 0, 1)
     whole = engine.save(folder / "run")
-    pieces = read_index(whole).storage_data.values()
+    pieces = [piece for several in read_index(whole).storage_data.values() for piece in several]
     used = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
     size = (whole / file).stat().st_size
     for place in (0.0, 0.31, 0.66, 0.97, 1.0):
@@ -567,7 +617,8 @@ def test_a_load_that_failed_half_way_is_not_trained_on(folder: Path) -> None:
     whole = engine.save(folder / "run")
     bad = folder / "bad"
     shutil.copytree(whole, bad)
-    last = max(read_index(whole).storage_data.values(), key=lambda piece: piece.offset)
+    pieces = [piece for several in read_index(whole).storage_data.values() for piece in several]
+    last = max(pieces, key=lambda piece: piece.offset)
     content = bytearray((bad / "rank-00000.bin").read_bytes())
     content[last.offset] ^= 1
     (bad / "rank-00000.bin").write_bytes(content)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 import ebbtide
 import zoo
+from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
 from ebbtide.errors import ConfigError, DiskError, EbbtideError, IntegrityError
-from ebbtide.state import parts
+from ebbtide.state import checkpoint, parts
 from ebbtide.state.folders import Run
 from group import group_of
 from harness import config_of
@@ -40,6 +41,7 @@ def rank_of() -> tuple[int, int]:
 
 
 def start(config: dict[str, Any], folder: Path, name: str = "gpt2", seed: int = 0) -> ebbtide.Engine:
+    checkpoint.LENT = 2 * BLOCK  # what is written from where it lies: here, all but the smallest
     if "ssd" in config:
         if not rank_of()[0]:
             (folder / "tier").mkdir(exist_ok=True)

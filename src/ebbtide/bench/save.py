@@ -54,18 +54,30 @@ def _rounds(model: str, repeats: int, folder: Path) -> tuple[list[dict[str, floa
     kept = folder / "kept"
     size = _bytes(ours.engine.save(kept, keep=1))
     ours.engine.save(kept, keep=1)  # from now on there is one that is not kept
+    plain, alone = folder / "plain", folder / "alone"
+    _plain(plain, size)
     rows = []
     for _ in range(repeats):
-        row = {"new_disk_seconds": _plain(folder / "plain", size)}
-        row["new_seconds"], rise = _timed(ours, folder / "alone")
-        shutil.rmtree(folder / "alone")
-        row["again_disk_seconds"] = _plain(folder / "plain", size)
-        row["again_seconds"], other = _timed(ours, kept)
-        row["rss_rise_bytes"] = max(rise, other)
-        (folder / "plain").unlink()
+        row = {"again_disk_seconds": _plain(plain, size)}
+        row["again_seconds"], row["rss_rise_bytes"] = _timed(ours, kept)
         rows.append(row)
+    for row in rows:
+        _remove(plain)
+        row["new_disk_seconds"] = _plain(plain, size)
+        row["new_seconds"], rise = _timed(ours, alone)
+        row["rss_rise_bytes"] = max(rise, row["rss_rise_bytes"])
+        _remove(alone)
     ours.close()
     return rows, size
+
+
+def _remove(path: Path) -> None:
+    """For good: else the disk has to do it while somebody is measured."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    os.sync()
 
 
 def _timed(ours: Ours, folder: Path) -> tuple[float, int]:

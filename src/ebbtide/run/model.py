@@ -384,13 +384,15 @@ class ModelData:
             else:
                 kernels.join(row[0].cpu(), row[1].cpu(), target)
 
-    def lend_range(self, member: int, first: int, count: int) -> torch.Tensor | None:
-        """The same where they lie, if that is one stretch of host memory."""
+    def lend_range(self, member: int, first: int, count: int) -> list[torch.Tensor] | None:
+        """The same where they lie: in one stretch of host memory, or in two to be joined."""
         share, copies = self.shares[member], self.copies(member)
-        if not count or len(copies) != 1:
-            return None
-        [(chunk, tier)] = copies
-        return chunk.stretch(tier, share.offset + first - share.first, count)
+        if copies and copies[-1][0].dtype == torch.float32:
+            copies = copies[-1:]  # a master of its own
+        offset = share.offset + first - share.first
+        found = [chunk.stretch(tier, offset, count) for chunk, tier in copies]
+        there = [one for one in found if one is not None]
+        return there if there and len(there) == len(copies) else None
 
 
 def refuse_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -245,12 +245,14 @@ class _Writing(SavePlanner):
             return len(self._contents[item.index.fqn])
         return data.chunk.sizes[0] * data.properties.dtype.itemsize
 
-    def lend(self, item: WriteItem) -> torch.Tensor | None:
-        if item.tensor_data is None or self.nbytes(item) < LENT:
+    def lend(self, item: WriteItem) -> list[torch.Tensor] | None:
+        data, nbytes = item.tensor_data, self.nbytes(item)
+        if data is None or nbytes < LENT:
             return None
-        part, chunk = self._parts[item.index.fqn], item.tensor_data.chunk
-        there = part.lend(chunk.offsets[0], chunk.sizes[0])
-        return None if there is None else there.view(torch.uint8)
+        found = self._parts[item.index.fqn].lend(data.chunk.offsets[0], data.chunk.sizes[0])
+        there = [one.view(torch.uint8) for one in found or ()]
+        whole = sum(one.numel() for one in there) == nbytes
+        return there if whole and all(one.numel() >= LENT for one in there) else None
 
     def fill(self, item: WriteItem, memory: torch.Tensor) -> None:
         data, key = item.tensor_data, item.index.fqn

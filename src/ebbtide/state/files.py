@@ -25,7 +25,10 @@ from ebbtide.units import round_up
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-BUFFERS = 3
+WRITERS = 2
+"""One write is under way while the next is asked for."""
+BUFFERS, LOANS = 3, 6
+"""That are full, or lent, at once: enough that the disk has one more when it ends one."""
 PIECE = 32 << 20
 """Bytes that are written at once, and checked at once: enough for any disk's full rate."""
 
@@ -152,11 +155,11 @@ class Queue:
 
     def __init__(self, file: File, offset: int) -> None:
         self._file = file
-        self._stream = Stream("ebbtide-checkpoint")
+        self._streams = [Stream(f"ebbtide-checkpoint-{number}") for number in range(WRITERS)]
         self._buffers = [map_memory(PIECE + BLOCK) for _ in range(BUFFERS)]
-        self._edges = [map_memory(2 * BLOCK) for _ in range(BUFFERS)]
+        self._edges = [map_memory(2 * BLOCK) for _ in range(LOANS)]
         self._under_way: list[Event | None] = [None] * BUFFERS
-        self._lent: list[Event | None] = [None] * BUFFERS
+        self._lent: list[Event | None] = [None] * LOANS
         self._turn = self._lend_turn = 0
         self._used, self._offset = 0, offset
 
@@ -192,7 +195,7 @@ class Queue:
         parts = [memory[head : head + straight]]
         parts = [*([first] if head else []), *parts, *([last] if end % BLOCK else [])]
         self._lent[turn] = self._send(parts)
-        self._lend_turn = (turn + 1) % BUFFERS
+        self._lend_turn = (turn + 1) % LOANS
         return place
 
     def _flush(self) -> None:
@@ -206,7 +209,8 @@ class Queue:
             event.wait()
 
     def _send(self, memory: list[torch.Tensor]) -> Event:
-        event = self._stream.submit(partial(self._file.write, memory, self._offset))
+        self._streams.append(self._streams.pop(0))
+        event = self._streams[0].submit(partial(self._file.write, memory, self._offset))
         self._offset += sum(one.numel() for one in memory)
         return event
 
@@ -220,6 +224,7 @@ class Queue:
             under_way = [event for event in (*self._under_way, *self._lent) if event is not None]
             failed = wait_for_all(under_way)
         finally:
-            self._stream.close()
+            for stream in self._streams:
+                stream.close()
         if kind is None and failed is not None:
             raise failed

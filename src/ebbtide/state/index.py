@@ -1,11 +1,15 @@
-"""What a checkpoint holds, and where: a file in JSON with a checksum of its own."""
+"""What a checkpoint holds, and where: a file in JSON with a checksum of its own.
+
+A range of a tensor is one piece of a file or, with masters that are split, two: the upper halves of its numbers and the
+lower ones (`Kernels.join`), as they lie in memory.
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from ebbtide.errors import IntegrityError
 from ebbtide.state.folders import INDEX
 
-FORMAT = 2
+FORMAT, BEFORE = 3, 2
+"""The one before had no ranges in two pieces."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Piece:
     checksum: int
 
 
-def index_of(metadata: Metadata, pieces: Mapping[Any, Piece]) -> bytes:
+def index_of(metadata: Metadata, pieces: Mapping[Any, Sequence[Piece]]) -> bytes:
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
@@ -48,8 +53,13 @@ def index_of(metadata: Metadata, pieces: Mapping[Any, Piece]) -> bytes:
     return json.dumps({"checksum": zlib.crc32(body.encode()), "body": body}).encode()
 
 
-def _row(piece: Piece) -> list[Any]:
-    return [piece.file, piece.offset, piece.nbytes, piece.checksum]
+def _row(pieces: Sequence[Piece]) -> list[Any]:
+    return [fact for piece in pieces for fact in astuple(piece)]
+
+
+def _pieces(row: Sequence[Any]) -> tuple[Piece, ...]:
+    facts = len(fields(Piece))
+    return tuple(Piece(*row[first : first + facts]) for first in range(0, len(row), facts))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -64,7 +74,7 @@ def read_index(folder: Path) -> Metadata:
         if zlib.crc32(whole["body"].encode()) != whole["checksum"]:
             raise ValueError("its checksum is another")
         body = json.loads(whole["body"])
-        if body["format"] != FORMAT:
+        if body["format"] not in (BEFORE, FORMAT):
             raise IntegrityError(
                 f"{path}: expected a checkpoint of format {FORMAT}, found {body['format']}; load it with the version "
                 "of ebbtide that wrote it"
@@ -76,7 +86,7 @@ def read_index(folder: Path) -> Metadata:
 
 def _metadata(body: Mapping[str, Any]) -> Metadata:
     known: dict[str, Any] = {}
-    pieces: dict[Any, Piece] = {}
+    pieces: dict[Any, tuple[Piece, ...]] = {}
     for key, stored in body["tensors"].items():
         chunks = [
             ChunkStorageMetadata(torch.Size([row[0]]), torch.Size([row[1]])) for row in stored["pieces"]
@@ -84,8 +94,8 @@ def _metadata(body: Mapping[str, Any]) -> Metadata:
         properties = TensorProperties(getattr(torch, stored["dtype"]))
         known[key] = TensorStorageMetadata(properties, torch.Size([stored["size"]]), chunks)
         for row in stored["pieces"]:
-            pieces[MetadataIndex(key, [row[0]])] = Piece(*row[2:])
+            pieces[MetadataIndex(key, [row[0]])] = _pieces(row[2:])
     for key, row in body["bytes"].items():
         known[key] = BytesStorageMetadata()
-        pieces[MetadataIndex(key)] = Piece(*row)
+        pieces[MetadataIndex(key)] = _pieces(row)
     return Metadata(known, storage_data=pieces)

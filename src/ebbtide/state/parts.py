@@ -33,9 +33,9 @@ class Part:
     """(first element, a flat tensor on the host that is filled)."""
     store: Callable[[int, torch.Tensor], None]
     """(first element, flat values); what other ranks have of them is left out."""
-    lend: Callable[[int, int], torch.Tensor | None] = lambda first, count: None
-    """(first element, how many): where they lie, in one stretch of host memory until the next step; None where they do
-    not."""
+    lend: Callable[[int, int], list[torch.Tensor] | None] = lambda first, count: None
+    """(first element, how many): where they lie until the next step, in one stretch of host memory or, with masters that
+    are split, in two; None where they do not."""
     first: int = 0
     count: int = -1
     """This rank's elements; -1: all of them."""
@@ -77,7 +77,7 @@ def _weights(session: Session, member: int) -> Part:
     def store(first: int, flat: torch.Tensor) -> None:
         values.store(session, member, flat, first)
 
-    def lend(first: int, count: int) -> torch.Tensor | None:
+    def lend(first: int, count: int) -> list[torch.Tensor] | None:
         return data.lend_range(member, first, count)
 
     key = f"{WEIGHTS}/{place.name}"
@@ -113,9 +113,10 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
             piece.copy_(found[start : start + piece.numel()])
         space.written(chunk, tier)
 
-    def lend(first: int, count: int) -> torch.Tensor | None:
+    def lend(first: int, count: int) -> list[torch.Tensor] | None:
         space.settle(chunk, host=True)
-        return chunk.stretch(values.tier_of(chunk), share.offset + first - share.first, count)
+        found = chunk.stretch(values.tier_of(chunk), share.offset + first - share.first, count)
+        return None if found is None else [found]
 
     key = f"{chunk.kind}/{place.name}"
     return Part(

@@ -1,9 +1,9 @@
 """The bytes of a checkpoint: one file for each rank, written past the page cache, and an index in JSON.
 
-A rank's file holds its pieces one after the other, each with a checksum. Large ones that lie in one stretch of memory
-are written from there, at places that agree with their addresses; the others go through buffers in turn, one being
-filled while the others are written. What is read is verified before it is used. torch.distributed.checkpoint says who
-writes what; this is its storage.
+A rank's file holds its pieces one after the other, each with a checksum. Large ones are written from where they lie in
+memory, at places that agree with their addresses; so are the two halves of split masters, each a piece. The others go
+through buffers in turn, one being filled while the others are written. What is read is verified before it is used.
+torch.distributed.checkpoint says who writes what; this is its storage.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,12 +39,15 @@ from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
 from ebbtide.errors import IntegrityError
+from ebbtide.kernels import cpu_kernels
 from ebbtide.kernels.crc import crc32
-from ebbtide.state.files import PIECE, File, Queue, Snapshot
+from ebbtide.state.files import PIECE, Copy, File, Queue, Snapshot
 from ebbtide.state.folders import INDEX, write_synced
 from ebbtide.state.index import Piece, index_of
 from ebbtide.units import round_up
 
+READING = 3
+"""Buffers: for two halves, and for what is read next."""
 LENT = 1 << 20
 """Bytes from which on it is worth writing them from where they lie."""
 
@@ -55,7 +58,7 @@ class Filling(Protocol):
 
     def nbytes(self, item: WriteItem) -> int: ...
 
-    def lend(self, item: WriteItem) -> torch.Tensor | None: ...
+    def lend(self, item: WriteItem) -> list[torch.Tensor] | None: ...
 
     def fill(self, item: WriteItem, memory: torch.Tensor) -> None: ...
 
@@ -119,35 +122,34 @@ class ShardWriter(StorageWriter):
         sizes = [planner.nbytes(item) for item in plan.items]
         file.allocate(
             sum(
-                round_up(nbytes + (0 if one is None else one.data_ptr() % BLOCK), BLOCK)
-                for nbytes, one in zip(sizes, lent, strict=True)
+                round_up(nbytes, BLOCK)
+                if stretches is None
+                else sum(round_up(one.numel() + one.data_ptr() % BLOCK, BLOCK) for one in stretches)
+                for nbytes, stretches in zip(sizes, lent, strict=True)
             )
         )
         copies = [] if self._snapshot is None else self._snapshot.take(sizes)
         with Queue(file, 0 if self._snapshot is None else self._snapshot.nbytes) as queue:
             for number in _mixed(sizes, [one is not None for one in lent], len(copies)):
-                item, nbytes, content = plan.items[number], sizes[number], lent[number]
+                item, nbytes, stretches = plan.items[number], sizes[number], lent[number]
                 if number < len(copies):
-                    memory, offset = copies[number]
-                    if content is None:
-                        planner.fill(item, memory)
-                    else:
-                        memory.copy_(content)
-                    content = memory
-                elif content is not None:
-                    offset = queue.lend(content)
+                    contents = _copied(copies[number], stretches)
+                    if stretches is None:
+                        planner.fill(item, copies[number].memory)
+                elif stretches is not None:
+                    contents = [(one, queue.lend(one)) for one in stretches]
                 else:
                     memory, offset = queue.take(round_up(nbytes, BLOCK))
-                    content = memory[:nbytes]
-                    planner.fill(item, content)
+                    contents = [(memory[:nbytes], offset)]
+                    planner.fill(item, memory[:nbytes])
                     memory[nbytes:].zero_()
-                piece = Piece(name, offset, nbytes, checksum(content))
-                results.append(WriteResult(item.index, nbytes, piece))
+                pieces = tuple(Piece(name, place, one.numel(), checksum(one)) for one, place in contents)
+                results.append(WriteResult(item.index, nbytes, pieces))
         return results, queue.length
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces = {(one.index.fqn, one.index.offset): one.storage_data for rank in results for one in rank}
-        written = {piece.file for piece in pieces.values()}
+        written = {piece.file for several in pieces.values() for piece in several}
         for path in self._folder.glob("rank-*.bin"):
             if path.name not in written:
                 path.unlink()  # of a spare that more ranks wrote
@@ -159,6 +161,18 @@ class ShardWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+
+def _copied(copy: Copy, stretches: Sequence[torch.Tensor] | None) -> list[tuple[torch.Tensor, int]]:
+    """What lies in memory, one after the other in a copy of it."""
+    if stretches is None:
+        return [copy]
+    found, at = [], 0
+    for one in stretches:
+        memory = copy.memory[at : at + one.numel()].copy_(one)
+        found.append((memory, copy.offset + at))
+        at += one.numel()
+    return found
 
 
 def _mixed(sizes: Sequence[int], lent: Sequence[bool], first: int) -> list[int]:
@@ -227,30 +241,37 @@ class ShardReader(StorageReader):
         return done
 
     def contents(self, wanted: list[MetadataIndex]) -> Iterator[torch.Tensor]:
-        """The bytes of each piece, verified; the next one is read meanwhile. Good until the next but one."""
+        """The bytes of each range, verified; what comes next is read meanwhile. Good until the next one is asked for."""
+        pieces: list[tuple[Piece, ...]] = [self._metadata.storage_data[index] for index in wanted]
+        found = self._verified([piece for several in pieces for piece in several])
+        with closing(found):
+            for several in pieces:
+                contents = [next(found) for _ in several]
+                yield contents[0] if len(contents) == 1 else _joined(*contents)
+
+    def _verified(self, pieces: Sequence[Piece]) -> Generator[torch.Tensor, None, None]:
+        """The bytes of each piece. Good until the next but one is asked for."""
         files: dict[str, File] = {}
-        buffers = [map_memory(PIECE + BLOCK) for _ in range(2)]
+        buffers = [map_memory(PIECE + BLOCK) for _ in range(READING)]
         stream = Stream("ebbtide-checkpoint")
 
         def start(number: int) -> Event:
-            piece: Piece = self._metadata.storage_data[wanted[number]]
+            piece = pieces[number]
             if piece.file not in files:
                 files[piece.file] = self._open(piece.file)
             length = round_up(piece.offset % BLOCK + piece.nbytes, BLOCK)
-            if length > buffers[number % 2].numel():
-                buffers[number % 2] = map_memory(length)
-            return stream.submit(
-                _reading(files[piece.file], buffers[number % 2][:length], piece, self._folder)
-            )
+            turn = number % READING
+            if length > buffers[turn].numel():
+                buffers[turn] = map_memory(length)
+            return stream.submit(_reading(files[piece.file], buffers[turn][:length], piece, self._folder))
 
         try:
-            coming = start(0) if wanted else None
-            for number, index in enumerate(wanted):
+            coming = start(0) if pieces else None
+            for number, piece in enumerate(pieces):
                 assert coming is not None
                 coming.wait()
-                coming = start(number + 1) if number + 1 < len(wanted) else None
-                piece = self._metadata.storage_data[index]
-                yield _within(buffers[number % 2], piece)
+                coming = start(number + 1) if number + 1 < len(pieces) else None
+                yield _within(buffers[number % READING], piece)
         finally:
             stream.close()
             for file in files.values():
@@ -269,6 +290,12 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """Masters of which the halves were written apart."""
+    whole = cpu_kernels().join(upper.view(torch.bfloat16), lower.view(torch.int16))
+    return whole.view(torch.uint8)
 
 
 def _within(blocks: torch.Tensor, piece: Piece) -> torch.Tensor:
