@@ -8,6 +8,8 @@ import json
 import os
 import random
 import shutil
+import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -584,6 +586,35 @@ def test_formats(known: bool, folder: Path) -> None:
         with pytest.raises(IntegrityError, match="expected a checkpoint of format 3, found 1"):
             engine.load(folder)
     engine.close()
+
+
+class RefusesTwo(shards.SystemIO):
+    """Direct transfers are refused to two writers at once: to the second when the first has asked for plain ones."""
+
+    def __init__(self) -> None:
+        self._entered = threading.Barrier(2, timeout=60)
+        self._turns = iter(range(2))
+
+    def pwritev(self, file: int, buffers: Any, offset: int) -> int:
+        turn = next(self._turns, None)
+        if turn is None:
+            return super().pwritev(file, buffers, offset)
+        self._entered.wait()
+        until = time.monotonic() + 60
+        while turn and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT and time.monotonic() < until:
+            time.sleep(0.001)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_two_writers_are_refused_direct_access_at_once(folder: Path) -> None:
+    memory = map_memory(4 * BLOCK)
+    memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
+    file = files.File(folder / "file", os.O_RDWR | os.O_CREAT, RefusesTwo())
+    with files.Queue(file, 0) as queue:
+        places = [queue.lend(part) for part in memory.split(2 * BLOCK)]
+    file.close()
+    assert places == [0, 2 * BLOCK]
+    assert (folder / "file").read_bytes() == memory.numpy().tobytes()
 
 
 @pytest.mark.parametrize("file", ["rank-00000.bin", "index.json"])

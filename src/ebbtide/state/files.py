@@ -77,10 +77,10 @@ class File:
             return act(self.number, parts, offset + done)
         except OSError as error:
             # Some file systems take the flag and refuse the transfers; a short one leaves the rest off the blocks.
-            flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
-            if error.errno not in _NO_DIRECT or not flags & _DIRECT:
+            if error.errno not in _NO_DIRECT:
                 raise
-            fcntl.fcntl(self.number, fcntl.F_SETFL, flags & ~_DIRECT)
+            flags = fcntl.fcntl(self.number, fcntl.F_GETFL)
+            fcntl.fcntl(self.number, fcntl.F_SETFL, flags & ~_DIRECT)  # another thread may have done it since
             return act(self.number, parts, offset + done)
 
     def end(self, length: int) -> None:
