@@ -161,8 +161,8 @@ def plain(**changes: Any) -> dict[str, Any]:
 
 
 TWO = [(name, 2) for name in MODELS if name not in FEW]
-ON_FOUR = ("two of mixtral", "two one-sided")
-"""Every day; the others now and then."""
+ON_FOUR = ("two one-sided",)
+"""Every day, for they need the most; the others now and then."""
 FOUR = [pytest.param(name, 4, marks=() if name in ON_FOUR else pytest.mark.heavy) for name in MODELS]
 
 
