@@ -25,6 +25,7 @@ from ebbtide.doctor.memory import streams, update
 from ebbtide.models import find_model
 from ebbtide.plan.bound import least_streamed
 from ebbtide.plan.shape import update_bytes
+from ebbtide.plan.stage import piece_bytes, stage_bytes
 
 MODELS = ("gpt2-350m", "gpt2-1b")
 SHARES = (0.5, 0.9)
@@ -82,14 +83,16 @@ def _row(
 
 
 def _budgets(model: str, share: float, seq: int, folder: Path, held_gradients: bool) -> dict[str, Any]:
-    """RAM for parameters, activations and what is not on SSD of the state, gradients that wait for the norm included."""
+    """RAM for parameters, activations, what is not on SSD of the state and the buffers that the rest passes through,
+    gradients that wait for the norm included."""
     from ebbtide.tracing.alone import trace
 
     module = find_model(model).on_meta()
     batch = {key: value.to("meta") for key, value in tokens(model, 1, seq).items()}
     seen = trace(module, batch, torch.bfloat16)
     count = sum(spec.numel for spec in seen.tensors)
-    kept = round((1 - share) * 10 * count)
+    piece = piece_bytes(2 * count)
+    kept = round((1 - share) * 10 * count) + stage_bytes([piece], piece)
     device = seen.record.peak + (4 if held_gradients else 2) * count + kept
     ssd = {"folder": str(folder), "memory": 11 * count + 4 * GB}
     return {"device": {"kind": "cpu", "memory": device}, "host": {"memory": 0}, "ssd": ssd}

@@ -323,10 +323,11 @@ class _Walk(Books):
         state, streamed = self.shape.state_bytes[chunk], self.plan.host.streamed(self.shape, chunk)
         update = self.rates.update_on_host(self.job.update_bytes[chunk])
         pieces = -(-state // self.shape.piece) - self.plan.host.kept.get(chunk, 0)
-        each, last = streamed // pieces, -1
+        last = -1
         if streamed < state:
             last = self.task(HOST, update * (1 - streamed / state), ready, place, 0, "update")
         for number in range(pieces):
+            each = streamed * (number + 1) // pieces - streamed * number // pieces
             after = [self.staged[-SLOTS] if len(self.staged) >= SLOTS else -1]
             if len(self.written.get(chunk, ())) > number:
                 after.append(self.written[chunk][number])

@@ -13,7 +13,7 @@ from ebbtide.units import round_up
 
 BLOCK = 4096
 """Bytes that disks want requests to be multiples of."""
-LARGEST, SMALLEST = 40 << 20, 64 << 10
+LARGEST, SMALLEST = 16 << 20, 64 << 10
 """Bytes of state that are read, updated and written at once: enough for any disk's full rate. Less for small models, so
 that the buffers stay small beside them."""
 SLOTS = 6
