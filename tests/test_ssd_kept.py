@@ -34,7 +34,11 @@ THREE = {"three tiers": (1_500_000, 1_500_000)}
 
 
 def open_engine(folder: Path, io: FaultyIO, split: str, **changes: Any) -> Engine:
-    device, host = (SPLITS | THREE)[split]
+    return open_engine_of(folder, io, (SPLITS | THREE)[split], **changes)
+
+
+def open_engine_of(folder: Path, io: FaultyIO, memory: tuple[int, int], **changes: Any) -> Engine:
+    device, host = memory
     budgets = {"device": device, "host": host, "ssd": SSD}
     settings = config_of(ssd={"folder": str(folder), "memory": SSD}, device={"memory": device})
     config = Config.read(settings | {"host": {"memory": host}, **changes})
@@ -233,5 +237,40 @@ def test_what_backward_has_left_is_updated_in_the_order_of_the_next_forward(fold
     homes = set(engine._session.homes.homes)
     assert homes == ({"device", "ssd"} if not host else {"host", "ssd"} | homes & {"device"})
     assert max(map(len, left)) > 1
+    assert engine.weights_sha256() == expected("gpt2", "none", 4, clip=None)[0]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("split", "between"),
+    [("static", "evaluation"), ("static", "a look at the weights"), ("three tiers", "nothing")],
+)
+def test_what_a_slow_disk_cannot_do_in_backward_is_done_in_the_next_forward(
+    folder: Path, split: str, between: str
+) -> None:
+    """Updates are put off where there is room for their gradients, and no number changes, whoever wants them first."""
+    budgets = THREE[split] if split in THREE else SPLITS["one tier of RAM"]
+    placement = "static" if split == "static" else "auto"
+    settings = {"updates": "in-backward", "clip": None, "placement": placement}
+    slow = FaultyIO(lambda *_: time.sleep(0.01))
+    engine = open_engine_of(folder, slow, budgets, **settings)
+    updater, put_off = engine._session.executor.updater, list[int]()
+    reorder = updater.reorder
+
+    def spy() -> None:
+        put_off.extend(job.index for job in updater._put_off)
+        reorder()
+        assert updater._to_reorder or not updater._put_off
+
+    updater.reorder = spy  # type: ignore[method-assign]
+    for number in range(4):
+        step(engine, number)
+        if between == "evaluation":
+            with torch.no_grad():
+                engine(**zoo.ZOO["gpt2"].batch(9))
+        elif between == "a look at the weights":
+            with engine.weights():
+                pass
+    assert put_off or split != "static"  # elsewhere there is not always room for it
     assert engine.weights_sha256() == expected("gpt2", "none", 4, clip=None)[0]
     engine.close()

@@ -75,6 +75,7 @@ def update(stream: StateStream, index: int, seen: dict[tuple[int, int], int]) ->
             st.tuples(st.just("expect"), st.permutations(range(CHUNKS))),
             st.tuples(st.just("update"), st.lists(st.integers(0, CHUNKS - 1), max_size=4)),
             st.tuples(st.just("detour"), st.lists(st.integers(0, CHUNKS - 1), max_size=4, unique=True)),
+            st.tuples(st.just("put off"), st.lists(st.integers(0, CHUNKS - 1), max_size=3, unique=True)),
         ),
         max_size=12,
     ),
@@ -89,6 +90,9 @@ def test_every_update_finds_the_newest_values(
                 stream.expect(chunks)
             elif what == "detour":
                 stream.detour(chunks[:1], chunks[1:])
+            elif what == "put off":
+                for index in chunks:
+                    stream.put_off(index)
             else:
                 for index in chunks:
                     update(stream, index, seen)
@@ -151,6 +155,42 @@ def test_what_is_under_way_is_no_part_of_the_next_round(begun: int) -> None:
             coming = [(i, at) for i in order for at, _, _ in stream._space.group(i).pieces][:SLOTS]
             assert list(stream._ahead) == coming
         assert stream.misses == 0
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_what_is_put_off_is_read_once_and_late(wanted: bool) -> None:
+    """Round after round some chunks are put off: their state comes with the detour, or where somebody wants it sooner;
+    what is read ahead of the others stays."""
+    order = list(reversed(range(CHUNKS)))
+    with streaming() as stream:
+        seen: dict[tuple[int, int], int] = {}
+        for index in order:
+            update(stream, index, seen)
+        stream.drain()
+        stream.expect(order)
+        assert not stream.put_off(order[0])  # it is being read
+        before, missed = stream._moved["ssd_read"], stream.misses
+        for _ in range(3):
+            update(stream, 5, seen)
+            assert stream.put_off(2)
+            assert stream.put_off(1)
+            assert not stream.put_off(2)
+            for index in (4, 3, *([2] if wanted else []), 0):
+                update(stream, index, seen)
+            stream.drain()
+            stream.advance()
+            assert not stream._ahead  # nothing of the next round before what was put off
+            left = [1] if wanted else [2, 1]
+            assert stream.detour([], left) == sorted(left)
+            assert {index for index, _ in stream._ahead} >= {*left}
+            for index in sorted(left):
+                update(stream, index, seen)
+        stream.drain()
+        pieces = sum(len(stream._space.group(index).pieces) for index in order)
+        assert stream.misses - missed == (3 * 3 if wanted else 0)
+        assert set(seen.values()) == {4}
+        read = (stream._moved["ssd_read"] - before) // PIECE
+        assert 3 * pieces - SLOTS <= read <= 3 * pieces + SLOTS
 
 
 def test_a_piece_that_nobody_expected_throws_one_buffer_away_at_most() -> None:
@@ -233,6 +273,79 @@ def test_what_is_read_ahead_goes_first() -> None:
     updater.flush()
     assert ran == [5, 3, 0, 2]
     assert not answers
+
+
+class Later:
+    """State that comes when it is told: of these chunks it is being read."""
+
+    def __init__(self, read: set[int]) -> None:
+        self.read, self.told = read, list[list[int]]()
+
+    def put_off(self, index: int) -> bool:
+        return index not in self.read
+
+    def detour(self, under_way: list[int], chunks: list[int]) -> list[int]:
+        self.told.append(list(chunks))
+        return sorted(chunks)
+
+    def advance(self) -> None:
+        pass
+
+    drain = advance
+
+
+def put_off_jobs(indices: list[int], read: set[int]) -> tuple[Updater, list[int], dict[int, Chunk], Any]:
+    """A job of each, put off as it may be, behind one that waits for what is returned last."""
+    updater, ran = Updater(background=True), list[int]()
+    updater.state = Later(read)  # type: ignore[assignment]
+    go, begun = threading.Event(), threading.Event()
+
+    def work(index: int) -> None:
+        begun.set()
+        go.wait(60)
+        ran.append(index)
+
+    chunks = {index: chunk(index) for index in indices}
+    for index, one in chunks.items():
+        updater.submit([one], [OVER], lambda index=index: work(index), lambda done: None)
+        begun.wait(60)
+        updater.put_off()
+    return updater, ran, chunks, go
+
+
+def test_the_longest_waiting_are_put_off_until_backward_is_over() -> None:
+    updater, ran, _, go = put_off_jobs([9, 8, 7, 6, 5, 4], read={8})
+    assert [job.index for job in updater._put_off] == [7, 6, 5]  # 9 runs, 8 is being read, two may wait
+    go.set()
+    while updater.settle_oldest() and updater._pending:
+        continue
+    assert ran == [9, 8, 4]
+    assert all(not job.done() for job in updater._put_off)
+    updater.reorder()
+    updater.flush()
+    assert ran == [9, 8, 4, 5, 6, 7]
+    assert updater.state.told == [[7, 6, 5]]  # type: ignore[union-attr]
+
+
+def test_one_that_is_put_off_and_wanted_is_the_next() -> None:
+    updater, ran, chunks, go = put_off_jobs([9, 8, 7, 6, 5, 4], read={8})
+    go.set()
+    work = chunks[6].work
+    assert work is not None
+    work.settle()
+    assert chunks[6].work is None
+    assert 6 in ran and not {5, 7} & {*ran}
+    updater.flush()
+    assert sorted(ran) == [4, 5, 6, 7, 8, 9]
+    assert not updater.settle_oldest()
+
+
+def test_what_is_put_off_ends_with_everything_else() -> None:
+    updater, ran, chunks, go = put_off_jobs([9, 8, 7, 6, 5, 4], read=set())
+    go.set()
+    updater.drop()
+    assert sorted(ran) == [4, 5, 6, 7, 8, 9]
+    assert all(one.work is None for one in chunks.values())
 
 
 def test_a_job_that_fails_after_a_change_of_order_is_reported_by_whoever_wants_it() -> None:

@@ -3,7 +3,7 @@
 Reads go ahead in the order in which updates are expected, as far as there are free buffers; a piece that was updated is
 written while the next ones are. Where updates come in another order than expected, what was read ahead is thrown
 away (it is clean) and reading goes on from there: slower, never wrong. An order that holds for the rest of a round
-can be told (`detour`).
+can be told (`detour`), and what is left for that rest (`put_off`).
 
 Some pieces may have a buffer of their own for good: they are read once, and written when somebody else reads what SSD
 has of their chunk (`settle`), or the buffers are given up.
@@ -75,9 +75,11 @@ class StateStream:
         """What SSD has of these is about to be out of date."""
         self._writing: list[Slot] = []
         self._order: list[Key] = []
-        self._next = 0
-        self._detour: deque[Key] = deque()
-        """What is read before that."""
+        """Of a round."""
+        self._coming: deque[Key] = deque()
+        """What is left to be read of this one."""
+        self._put_off: set[Key] = set()
+        """What is read when it is wanted, or as a detour says; the next round begins after that."""
         self._known: dict[int, frozenset[str]] = {}
         """By chunk, the kinds that SSD has; the others are all zeros."""
         self._updated: set[Key] = set()
@@ -120,11 +122,26 @@ class StateStream:
             order = [i for i in chunks if i in read] + sorted(i for i in chunks if i not in read)
             wanted = self._passing(order)
             if not all(key in self._ahead for key in wanted):  # else reading has gone round
-                left = set(self._order[self._next :]) - self._ahead.keys() - self._taken
-                self._detour = deque(key for key in (*self._passing(under_way), *wanted) if key in left)
-                self._next = 0
+                left = {*self._rest(), *self._put_off} - self._ahead.keys() - self._taken
+                self._turn_to(
+                    self._order, [key for key in (*self._passing(under_way), *wanted) if key in left]
+                )
                 self._read_ahead()
             return order
+
+    def put_off(self, index: int) -> bool:
+        """Leaves a chunk's update for a detour, or until somebody wants it; False where its state is being read, or the
+        updating thread has the buffers."""
+        if self._lock.locked():
+            return False
+        with self._lock:
+            keys = self._passing([index])
+            under_way = any(key in self._ahead or key in self._taken for key in keys)
+            if not keys or under_way or not {*keys} <= {*self._rest()}:
+                return False
+            self._put_off.update(keys)
+            self._coming = deque(key for key in self._coming if key not in self._put_off)
+            return True
 
     def _passing(self, chunks: Sequence[int]) -> list[Key]:
         """Their pieces that stream."""
@@ -132,9 +149,10 @@ class StateStream:
         every = [(index, first) for index in streamed for first, _, _ in self._space.group(index).pieces]
         return [key for key in every if key not in self._kept]
 
-    def _turn_to(self, order: list[Key]) -> None:
-        self._order, self._next = order, 0
-        self._detour.clear()
+    def _turn_to(self, order: list[Key], coming: Iterable[Key] = ()) -> None:
+        """Reading goes on with what is coming, and then round by round."""
+        self._order, self._coming = order, deque(coming)
+        self._put_off.clear()
 
     def advance(self) -> None:
         """Reads ahead into buffers that have become free."""
@@ -235,11 +253,11 @@ class StateStream:
 
     def _read_ahead(self) -> None:
         self._collect(wait=not self._prefetch)
-        while self._prefetch and self._free and self._order and len(self._ahead) < len(self._order):
-            key = self._detour[0] if self._detour else self._order[self._next]
-            if key in self._ahead or key in self._taken:
+        while self._prefetch and self._free and len(self._ahead) < len(self._order):
+            key = self._expected()
+            if key is None or key in self._ahead or key in self._taken:
                 return
-            self._go_on()
+            self._coming.popleft()
             slot = self._free.pop()
             self._read(slot, key)
             self._ahead[key] = slot
@@ -286,27 +304,32 @@ class StateStream:
     def _give_up_last(self) -> None:
         """Of what is read ahead, what is wanted last; it will be read again."""
         key, slot = self._ahead.popitem()
-        self._detour.appendleft(key)
+        self._coming.appendleft(key)
         self._recycle(slot)
 
     def _resume_after(self, key: Key) -> None:
         """It was not read ahead. Where another was expected, reading goes on after this one; one that never is expected
         changes nothing."""
-        if self._order and key == (self._detour[0] if self._detour else self._order[self._next]):
-            self._go_on()
+        if key == self._expected():
+            self._coming.popleft()
             return
         self.misses += 1
-        if key in self._order:
+        if key in self._put_off:
+            self._put_off.discard(key)
+        elif key in self._order:
             self._drop_ahead()
-            self._detour.clear()
-            self._next = (self._order.index(key) + 1) % len(self._order)
+            self._coming = deque(self._order[self._order.index(key) + 1 :])
 
-    def _go_on(self) -> None:
-        """What comes next is being read."""
-        if self._detour:
-            self._detour.popleft()
-        else:
-            self._next = (self._next + 1) % len(self._order)
+    def _expected(self) -> Key | None:
+        """What is read next."""
+        rest = self._rest()
+        return rest[0] if rest else None
+
+    def _rest(self) -> deque[Key]:
+        """What is left to be read of this round, or all of the next."""
+        if not self._coming and not self._put_off:
+            self._coming.extend(self._order)
+        return self._coming
 
     def _drop_ahead(self) -> None:
         while self._ahead:

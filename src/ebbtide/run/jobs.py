@@ -20,6 +20,9 @@ from ebbtide.errors import StateError
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.stream import StateStream
 
+BEHIND = 2
+"""Updates in backward that wait for the thread before one is put off: the state of so many is being read."""
+
 
 class _Handle:
     """A job as chunks know it: whoever drops an engine drops its jobs, though chunks outlive both for a moment."""
@@ -147,7 +150,9 @@ class Updater:
     """Runs jobs one after the other: on a thread of its own, or at once.
 
     What is left at the end of a backward pass that updates is done in the order in which the next forward pass wants it:
-    the first layers come last in backward, and first in forward.
+    the first layers come last in backward, and first in forward. A disk that falls behind would leave just those, and
+    have nothing to do as soon as forward has waited for them: so others, which forward wants later, are put off until
+    backward is over.
     """
 
     def __init__(self, background: bool) -> None:
@@ -158,6 +163,8 @@ class Updater:
         """Where state comes from that is on SSD."""
         self._pending: deque[Job] = deque()
         """In the order in which they are done; the thread takes the first that nobody has begun."""
+        self._put_off: list[Job] = []
+        """They wait until backward is over, or somebody waits for them."""
         self._lock = threading.RLock()
         self._to_reorder = False
         """As soon as the stream of state can be told."""
@@ -190,7 +197,29 @@ class Updater:
         if waiting and self._stream is not None:
             self._stream.submit(self._work_off)
 
+    def put_off(self) -> None:
+        """In a backward pass that updates: where too many jobs wait for state from SSD, one is left for the next forward
+        pass, the longest waiting of those whose state is not on its way."""
+        with self._lock:
+            waiting = [job for job in self._pending if not job.begun]
+            if self.state is None or len(waiting) <= BEHIND:
+                return
+            for job in waiting:
+                if self.state.put_off(job.index):
+                    self._pending.remove(job)
+                    self._put_off.append(job)
+                    return
+
+    def _recall(self, job: Job) -> None:
+        """Somebody waits for a job that was put off: it is the next."""
+        with self._lock:
+            if job in self._put_off:
+                self._put_off.remove(job)
+                begun = sum(one.begun for one in self._pending)
+                self._pending.insert(begun, job)
+
     def _taken(self, job: Job) -> bool:
+        self._recall(job)
         self.wake()
         return job.begun or job in self._pending
 
@@ -210,8 +239,8 @@ class Updater:
         """What has not begun is done in the order of the chunks, but for what has been read ahead."""
         with self._lock:
             self._to_reorder = False
-            waiting = [job for job in self._pending if not job.begun]
-            if len(waiting) < 2:
+            waiting = [*(job for job in self._pending if not job.begun), *self._put_off]
+            if len(waiting) < 2 and not self._put_off:
                 return
             begun = [job for job in self._pending if job.begun]
             under_way = [job.index for job in begun if not job.settled and not job.done()]
@@ -222,6 +251,8 @@ class Updater:
                 return
             place = {index: number for number, index in enumerate(order)}
             self._pending = deque([*begun, *sorted(waiting, key=lambda job: place[job.index])])
+            self._put_off.clear()
+        self.wake()
 
     def collect(self) -> None:
         """Settles what is over, and keeps state coming."""
@@ -234,14 +265,14 @@ class Updater:
 
     def settle_oldest(self) -> bool:
         """Waits for one job; False where none is pending."""
-        while self._pending:
+        while self._pending or self._put_off:
             if self._settle_first():
                 return True
         return False
 
     def _settle_first(self) -> bool:
         """Whether it was not settled yet."""
-        job = self._pending[0]
+        job = (self._pending or self._put_off)[0]
         news = not job.settled
         try:
             job.settle()
@@ -261,7 +292,7 @@ class Updater:
 
     def drop(self) -> None:
         """Lets everything end, whatever comes of it; `failed` says that."""
-        while self._pending:
+        while self._pending or self._put_off:
             with suppress(Exception):
                 self._settle_first()
         if self.state is not None:

@@ -88,6 +88,18 @@ class Room:
         """What of the device's budget nothing is reserved in."""
         return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
 
+    def spare(self) -> int:
+        """Bytes next to SSD that nothing needs for the rest of the iteration; none where chunks leave the device for
+        want of room, and would have to sooner."""
+        plan = self._course.plan
+        if plan is None or not self._course.on_track:
+            return 0
+        if self.store.near == "host":
+            return self.ledger.room("host")
+        if plan.evicted:
+            return 0
+        return self._most() - max(plan.levels[max(self._course.position, 0) :], default=0)
+
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
         only where there is no room for that, or with `wait`."""

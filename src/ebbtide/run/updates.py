@@ -22,6 +22,7 @@ from ebbtide.plan.shape import WHOLE_GRAD
 from ebbtide.run.chunk_updates import ChunkUpdates
 from ebbtide.run.companions import Companions
 from ebbtide.run.executor import Executor
+from ebbtide.run.jobs import BEHIND
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, laid_like
@@ -289,6 +290,8 @@ class Updates:
             self._refuse_nonfinite(member)
         self._update(index, members, self.scale)
         self.applied += len(members)
+        if self.executor.room.spare() > (BEHIND + 1) * self.store.chunks["grad", index].nbytes:
+            self.executor.updater.put_off()
 
     def finish_backward(self) -> None:
         """In-backward: chunks where some parameter got no gradient still wait for their update."""
