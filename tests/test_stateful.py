@@ -18,8 +18,8 @@ from ebbtide.layout import build_layout
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.executor import Executor
-from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData, dense, specs_of
+from ebbtide.run.updater import Updater
 
 LAYERS = 6
 BYTES = 2048 * 4

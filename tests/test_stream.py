@@ -22,7 +22,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.ssd import SsdSpace
 from ebbtide.memory.stream import StateStream
 from ebbtide.plan.stage import SLOTS
-from ebbtide.run.jobs import Updater
+from ebbtide.run.updater import Updater
 
 CHUNKS, SIZE, PIECE = 6, 3 * 4096, 2 * 4 * 4096
 KINDS = (("m", torch.float32), ("v", torch.float32))

@@ -15,11 +15,11 @@ import torch
 from ebbtide.backend import Event
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
-from ebbtide.run.jobs import Updater
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.model import ModelData, dense
 from ebbtide.run.places import Places
 from ebbtide.run.steps import Segment, Steps
+from ebbtide.run.updater import Updater
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from ebbtide.plan.shape import WHOLE
 from ebbtide.plan.states import RunStates, State
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
 from ebbtide.run.course import IDLE, REVERSING, RUNNING, Course
-from ebbtide.run.jobs import Updater
 from ebbtide.run.model import Handle, ModelData
 from ebbtide.run.places import Places
 from ebbtide.run.room import Room
+from ebbtide.run.updater import Updater
 from ebbtide.tracing.live import Recorder
 
 

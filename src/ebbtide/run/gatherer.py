@@ -18,10 +18,10 @@ from ebbtide.kernels import Kernels
 from ebbtide.kernels.base import WAITS_IN
 from ebbtide.memory.chunk import Chunk, aligned
 from ebbtide.run.buffers import GRADIENTS, Buffers
-from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData
 from ebbtide.run.places import Places
 from ebbtide.run.progress import Waiting
+from ebbtide.run.updater import Updater
 
 
 class Gatherer:

@@ -13,8 +13,8 @@ from ebbtide.plan.evict import Candidate, choose
 from ebbtide.plan.shape import PARAM, WHOLE, may_leave
 from ebbtide.run.activations import Activations
 from ebbtide.run.course import Course
-from ebbtide.run.jobs import Updater
 from ebbtide.run.model import ModelData
+from ebbtide.run.updater import Updater
 from ebbtide.units import format_size
 
 HOSTED, EXCHANGE = "host modules", "exchange"

@@ -37,7 +37,6 @@ from ebbtide.run.executor import Executor
 from ebbtide.run.homes import Homes
 from ebbtide.run.hosted import HostModules
 from ebbtide.run.imagining import Imagining
-from ebbtide.run.jobs import Updater
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.mixtures import Layer, find_layers
 from ebbtide.run.model import ModelData, specs_of
@@ -54,6 +53,7 @@ from ebbtide.run.terms import cost_of, settings_of, shape_of
 from ebbtide.run.traces import Traces
 from ebbtide.run.unfreezing import Unfreezing
 from ebbtide.run.unmanaged import Unmanaged
+from ebbtide.run.updater import Updater
 from ebbtide.run.updates import Updates
 from ebbtide.run.wishes import DONE, FORWARD
 from ebbtide.run.writes import Writes

@@ -12,8 +12,8 @@ from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.stream import StateStream
 from ebbtide.plan.stage import SLOTS, slot_bytes
-from ebbtide.run.jobs import Updater
 from ebbtide.run.room import Room
+from ebbtide.run.updater import Updater
 
 TAG = "staging"
 

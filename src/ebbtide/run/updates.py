@@ -22,12 +22,12 @@ from ebbtide.plan.shape import WHOLE_GRAD
 from ebbtide.run.chunk_updates import ChunkUpdates
 from ebbtide.run.companions import Companions
 from ebbtide.run.executor import Executor
-from ebbtide.run.jobs import BEHIND
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.shares import SharedGradients
 from ebbtide.run.taken import TakenSpace
+from ebbtide.run.updater import BEHIND
 
 
 class Updates:

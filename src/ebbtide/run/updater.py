@@ -1,0 +1,181 @@
+"""The thread that carries out updates, and the order in which it does."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ebbtide.backend import Event, Stream
+from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.stream import StateStream
+from ebbtide.run.jobs import Job
+
+BEHIND = 2
+"""Updates in backward that wait for the thread before one is put off: the state of so many is being read."""
+
+
+class Updater:
+    """Runs jobs one after the other: on a thread of its own, or at once.
+
+    What is left at the end of a backward pass that updates is done in the order in which the next forward pass wants it:
+    the first layers come last in backward, and first in forward. A disk that falls behind would leave just those, and
+    have nothing to do as soon as forward has waited for them: so others, which forward wants later, are put off until
+    backward is over.
+    """
+
+    def __init__(self, background: bool) -> None:
+        self.background = background
+        self.failed = ""
+        """Why the weights are no longer those of any step: an update ended half-way."""
+        self.state: StateStream | None = None
+        """Where state comes from that is on SSD."""
+        self._pending: deque[Job] = deque()
+        """In the order in which they are done; the thread takes the first that nobody has begun."""
+        self._put_off: list[Job] = []
+        """They wait until backward is over, or somebody waits for them."""
+        self._lock = threading.RLock()
+        self._to_reorder = False
+        """As soon as the stream of state can be told."""
+        self._stream: Stream | None = None
+
+    def submit(
+        self,
+        chunks: Sequence[Chunk],
+        waits: Sequence[Event],
+        work: Callable[[], None],
+        finish: Callable[[bool], None],
+        at_once: bool = False,
+    ) -> None:
+        job = Job(chunks, waits, work, finish, self._fail, self._taken)
+        if at_once or not self.background:
+            job.settle()
+            return
+        if self._stream is None:
+            self._stream = Stream("ebbtide-updates")
+            weakref.finalize(self, self._stream.close)
+        job.hand_over()
+        with self._lock:
+            self._pending.append(job)  # from here on, whatever interrupts this, it is carried out
+        self._stream.submit(self._work_off)
+
+    def wake(self) -> None:
+        """Where `submit` was interrupted, the thread does not know of its job yet."""
+        with self._lock:
+            waiting = self._first_waiting() is not None
+        if waiting and self._stream is not None:
+            self._stream.submit(self._work_off)
+
+    def put_off(self) -> None:
+        """In a backward pass that updates: where too many jobs wait for state from SSD, one is left for the next forward
+        pass, the longest waiting of those whose state is not on its way."""
+        with self._lock:
+            waiting = [job for job in self._pending if not job.begun]
+            if self.state is None or len(waiting) <= BEHIND:
+                return
+            for job in waiting:
+                if self.state.put_off(job.index):
+                    self._pending.remove(job)
+                    self._put_off.append(job)
+                    return
+
+    def _recall(self, job: Job) -> None:
+        """Somebody waits for a job that was put off: it is the next."""
+        with self._lock:
+            if job in self._put_off:
+                self._put_off.remove(job)
+                begun = sum(one.begun for one in self._pending)
+                self._pending.insert(begun, job)
+
+    def _taken(self, job: Job) -> bool:
+        self._recall(job)
+        self.wake()
+        return job.begun or job in self._pending
+
+    def _first_waiting(self) -> Job | None:
+        return next((job for job in self._pending if not job.begun), None)
+
+    def _work_off(self) -> None:
+        while True:
+            with self._lock:
+                job = self._first_waiting()
+                if job is None:
+                    return
+                job.begun = True
+            job.carry_out()
+
+    def reorder(self) -> None:
+        """What has not begun is done in the order of the chunks, but for what has been read ahead."""
+        with self._lock:
+            self._to_reorder = False
+            waiting = [*(job for job in self._pending if not job.begun), *self._put_off]
+            if len(waiting) < 2 and not self._put_off:
+                return
+            begun = [job for job in self._pending if job.begun]
+            under_way = [job.index for job in begun if not job.settled and not job.done()]
+            chunks = [job.index for job in waiting]
+            order = sorted(chunks) if self.state is None else self.state.detour(under_way, chunks)
+            if order is None:
+                self._to_reorder = True
+                return
+            place = {index: number for number, index in enumerate(order)}
+            self._pending = deque([*begun, *sorted(waiting, key=lambda job: place[job.index])])
+            self._put_off.clear()
+        self.wake()
+
+    def collect(self) -> None:
+        """Settles what is over, and keeps state coming."""
+        if self._to_reorder:
+            self.reorder()
+        if self.state is not None:
+            self.state.advance()
+        while self._pending and (self._pending[0].settled or self._pending[0].done()):
+            self._settle_first()
+
+    def settle_oldest(self) -> bool:
+        """Waits for one job; False where none is pending."""
+        while self._pending or self._put_off:
+            if self._settle_first():
+                return True
+        return False
+
+    def _settle_first(self) -> bool:
+        """Whether it was not settled yet."""
+        job = (self._pending or self._put_off)[0]
+        news = not job.settled
+        try:
+            job.settle()
+        finally:
+            # Whoever settles one may come here again, for another chunk's sake.
+            if job.settled and self._pending and self._pending[0] is job:
+                with self._lock:
+                    self._pending.popleft()
+        return news
+
+    def flush(self) -> None:
+        """Waits for all of them."""
+        while self.settle_oldest():
+            continue
+        if self.state is not None:
+            self.state.drain()
+
+    def drop(self) -> None:
+        """Lets everything end, whatever comes of it; `failed` says that."""
+        while self._pending or self._put_off:
+            with suppress(Exception):
+                self._settle_first()
+        if self.state is not None:
+            with suppress(Exception):
+                self.state.drain()
+            self.state.failed = None
+
+    def mend(self) -> None:
+        """All weights were written anew: what was half-done is gone."""
+        self.failed = ""
+        if self.state is not None:
+            self.state.failed = None
+
+    def _fail(self, error: BaseException) -> None:
+        self.failed = f"an update ended half-way ({error})"
