@@ -14,21 +14,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ebbtide.backend.heap import keep_freed_memory
-from ebbtide.bench.steps import in_process, tokens
+from ebbtide.bench.budgets import for_share
+from ebbtide.bench.steps import in_process
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
-from ebbtide.errors import BudgetError
 from ebbtide.models import Batches, find_model
-from ebbtide.plan.machine import Machine
-from ebbtide.plan.place import make_plan
-from ebbtide.plan.strategies import Ask, Model, set_up
 
 MODEL = "gpt2-350m"
 EVALUATED = 16
@@ -130,7 +126,7 @@ def _kinds(
     """The settings of either engine: as much RAM for both, so that exact updates have less of the state on SSD."""
     common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
     free = common | {"updates": "lock-free"}
-    budgets = _budgets(free, model, share, batch, seq)
+    budgets = for_share(free, model, share, batch, seq)
     found = {}
     for kind in ("exact", "lock-free"):
         (folder / kind).mkdir()
@@ -146,37 +142,6 @@ def _summary(rows: list[dict[str, Any]], begun: float, facts: dict[str, Any]) ->
         "valid_losses": [begun, *(row["valid_loss"] for row in rows)],
         "drain_seconds": [row["drain_seconds"] for row in rows],
         **facts,
-    }
-
-
-def _budgets(settings: Mapping[str, Any], model: str, share: float, batch: int, seq: int) -> dict[str, Any]:
-    """RAM for parameters, gradients and activations, and as much more as leaves that share of the state to the SSD."""
-    from ebbtide.tracing.alone import trace
-
-    module = find_model(model).on_meta()
-    given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}
-    seen = trace(module, given, torch.bfloat16)
-    shape_of = Model(seen.tensors, seen.trained, seen.runs)
-    setup = set_up("ebbtide", Ask(shape_of, Machine.read("laptop"), Config.read(settings)))
-    shape, states = setup.shape, setup.shape.state_bytes
-    low = seen.record.peak + sum(shape.parameter_bytes) + sum(shape.gradient_bytes)
-    high = low + 4 * sum(states)
-    ssd = 2 * sum(states) + 4 * GB
-    while high - low > sum(states) // 500:
-        middle = (low + high) // 2
-        try:
-            plan = make_plan(
-                setup.shape, seen.record, replace(setup.settings, device=middle, host=0, ssd=ssd)
-            )
-        except BudgetError:
-            low = middle
-            continue
-        streamed = sum(plan.host.streamed(setup.shape, i) for i in plan.host.ssd)
-        low, high = (low, middle) if streamed <= share * sum(states) else (middle, high)
-    return {
-        "device": {"kind": "cpu", "memory": high},
-        "host": {"memory": 0},
-        "ssd": {"memory": ssd},
     }
 
 

@@ -1,9 +1,10 @@
 """State on SSD against the bound: how near a step comes to what the disk or the cores must do.
 
-RAM is one tier; its budget leaves a share of the optimizer state to the disk. Every engine runs in a process of its own,
-in turn with a process that does forward and backward alone, so that both see the same machine. All ceilings are
-measured in the same run. The engine's process gives freed memory back (`backend.heap`): fragments of the
-heap would hide what the budget is worth.
+RAM is one tier; its budget leaves a share of the optimizer state to the disk, by the plan. Every engine runs in a
+process of its own, in turn with a process that does forward and backward alone, so that both see the same machine.
+All ceilings are measured in the same run, and what the disk gives to reads and writes at once in every turn: it is
+not the same all the time. The engine's process gives freed memory back (`backend.heap`): fragments of the heap would
+hide what the budget is worth.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import psutil
 import torch
 
 from ebbtide.backend.heap import return_freed_memory
+from ebbtide.bench.budgets import for_share
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
 from ebbtide.models import find_model
 from ebbtide.plan.bound import least_streamed
 from ebbtide.plan.shape import update_bytes
-from ebbtide.plan.stage import piece_bytes, stage_bytes
 
 MODELS = ("gpt2-350m", "gpt2-1b")
 SHARES = (0.5, 0.9)
 WARM_UP = 2
+TURN = 0.5
+"""Seconds of the disk alone in every turn."""
 GB = 10**9
 
 
@@ -69,7 +72,8 @@ def measure_ceilings(folder: Path) -> dict[str, float]:
 def _row(
     model: str, share: float, seq: int, repeats: int, folder: Path, ceilings: Mapping[str, float]
 ) -> dict[str, Any]:
-    config = {"updates": "in-backward", **_budgets(model, share, seq, folder, held_gradients=False)}
+    in_backward = {"updates": "in-backward"}
+    config = in_backward | for_share(in_backward, model, share, 1, seq, folder)
     row: dict[str, Any] = {"model": model, "share_on_ssd": share, "budget_bytes": config["device"]["memory"]}
     row |= _against(model, seq, config, repeats, ceilings, clipped=False)
     on_demand = _against(model, seq, config | {"prefetch": False}, repeats, ceilings, clipped=False)
@@ -77,50 +81,42 @@ def _row(
         "step_seconds": on_demand["step_seconds"],
         "ratio": on_demand["relative"] / row["relative"],
     }
-    clipping = {"clip": 1.0, **_budgets(model, share, seq, folder, held_gradients=True)}
-    row["with_clipping"] = _against(model, seq, clipping, repeats, ceilings, clipped=True)
+    clipping = {"clip": 1.0}
+    config = clipping | for_share(clipping, model, share, 1, seq, folder)
+    row["with_clipping"] = _against(model, seq, config, repeats, ceilings, clipped=True)
+    row["with_clipping"]["budget_bytes"] = config["device"]["memory"]
     return row
-
-
-def _budgets(model: str, share: float, seq: int, folder: Path, held_gradients: bool) -> dict[str, Any]:
-    """RAM for parameters, activations, what is not on SSD of the state and the buffers that the rest passes through,
-    gradients that wait for the norm included."""
-    from ebbtide.tracing.alone import trace
-
-    module = find_model(model).on_meta()
-    batch = {key: value.to("meta") for key, value in tokens(model, 1, seq).items()}
-    seen = trace(module, batch, torch.bfloat16)
-    count = sum(spec.numel for spec in seen.tensors)
-    piece = piece_bytes(2 * count)
-    kept = round((1 - share) * 10 * count) + stage_bytes([piece], piece)
-    device = seen.record.peak + (4 if held_gradients else 2) * count + kept
-    ssd = {"folder": str(folder), "memory": 11 * count + 4 * GB}
-    return {"device": {"kind": "cpu", "memory": device}, "host": {"memory": 0}, "ssd": ssd}
 
 
 def _against(
     model: str, seq: int, config: dict[str, Any], repeats: int, ceilings: Mapping[str, float], clipped: bool
 ) -> dict[str, Any]:
     """Steps of an engine in turn with plain passes."""
+    scratch = Path(config["ssd"]["folder"])
     with (
+        disks.mixed_rates(scratch, 2 * GB, TURN) as mixed,
         in_process(_start_plain, _end, model, seq) as plain,
         in_process(_start_engine, _end, model, seq, config) as engine,
     ):
-        passes, steps = [], []
+        passes, rates, steps = [], [], []
         for number in range(WARM_UP + repeats):
-            pair = plain.submit(_plain_pass).result(), engine.submit(_engine_step).result()
+            turn = plain.submit(_plain_pass).result(), mixed(), engine.submit(_engine_step).result()
             if number >= WARM_UP:
-                passes.append(pair[0])
-                steps.append(pair[1])
+                passes.append(turn[0])
+                rates.append(turn[1])
+                steps.append(turn[2])
         facts = engine.submit(_engine_facts, repeats).result()
     forward = statistics.median(one for one, _ in passes)
     backward = statistics.median(other for _, other in passes)
     step = statistics.median(steps)
-    found = bound_of(forward, backward, facts, ceilings, clipped)
+    found = bound_of(forward, backward, facts, {**ceilings, "disk_mixed": statistics.median(rates)}, clipped)
 
     def achieved(what: str) -> float:
-        """Each step against what the passes beside it say: what else the machine does weighs on both."""
-        bounds = (bound_of(*both, facts, ceilings, clipped)[what] for both in passes)
+        """Each step against what the passes and the disk beside it say: what else the machine does weighs on all."""
+        bounds = [
+            bound_of(*both, facts, {**ceilings, "disk_mixed": rate}, clipped)[what]
+            for both, rate in zip(passes, rates, strict=True)
+        ]
         return statistics.median(bound / step for bound, step in zip(bounds, steps, strict=True))
 
     return {
@@ -128,6 +124,7 @@ def _against(
         "relative": statistics.median(step / sum(both) for step, both in zip(steps, passes, strict=True)),
         "forward_seconds": forward,
         "backward_seconds": backward,
+        "disk_mixed": statistics.median(rates),
         **found,
         "achieved_over_bound": achieved("bound_seconds"),
         **({"achieved_over_critical_path": achieved("critical_path_seconds")} if clipped else {}),

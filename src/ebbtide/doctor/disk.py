@@ -7,7 +7,8 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,36 @@ class Disk:
 def measure(folder: Path, size: int, rounds: int, limit: float) -> Disk:
     """Writes and reads a file of `size` bytes that has no name; `limit`: seconds of each pass at most."""
     free = _free(folder, size)
+    with _filled(folder, size, limit) as (area, first, second):
+        found: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
+        for _ in range(rounds):
+            found["write"].append(area.rate([(area.write, first), (area.write, second)], limit))
+            found["read"].append(area.rate([(area.read, first), (area.read, second)], limit))
+            found["mixed"].append(area.rate([(area.read, first), (area.write, second)], limit))
+    rates = {name: statistics.median(values) for name, values in found.items()}
+    return Disk(
+        str(folder),
+        file_system(folder),
+        area.direct,
+        free,
+        rates["read"],
+        rates["write"],
+        rates["mixed"],
+        area.cpu_seconds / area.moved,
+    )
+
+
+@contextmanager
+def mixed_rates(folder: Path, size: int, limit: float) -> Iterator[Callable[[], float]]:
+    """What the disk gives to reads and writes at once, whenever that is asked; `limit`: seconds each time."""
+    _free(folder, size)
+    with _filled(folder, size, limit) as (area, first, second):
+        yield lambda: area.rate([(area.read, first), (area.write, second)], limit)
+
+
+@contextmanager
+def _filled(folder: Path, size: int, limit: float) -> Iterator[tuple[_Area, range, range]]:
+    """A file of `size` bytes, and two halves of its blocks."""
     file, direct = _open(folder)
     try:
         area = _Area(file, direct, size // (2 * BUFFER) * 2)
@@ -47,25 +78,9 @@ def measure(folder: Path, size: int, rounds: int, limit: float) -> Disk:
         if written < 2:
             area.write(1, area.buffers[0])
             written = 2
-        first, second = range(written // 2), range(written // 2, written)
-        found: dict[str, list[float]] = {"read": [], "write": [], "mixed": []}
-        for _ in range(rounds):
-            found["write"].append(area.rate([(area.write, first), (area.write, second)], limit))
-            found["read"].append(area.rate([(area.read, first), (area.read, second)], limit))
-            found["mixed"].append(area.rate([(area.read, first), (area.write, second)], limit))
+        yield area, range(written // 2), range(written // 2, written)
     finally:
         os.close(file)
-    rates = {name: statistics.median(values) for name, values in found.items()}
-    return Disk(
-        str(folder),
-        file_system(folder),
-        direct,
-        free,
-        rates["read"],
-        rates["write"],
-        rates["mixed"],
-        area.cpu_seconds / area.moved,
-    )
 
 
 def _free(folder: Path, size: int) -> int:
@@ -114,7 +129,7 @@ class _Area:
         self.cpu_seconds, self.moved = 0.0, 0
         """Of all that was timed."""
         self._file = file
-        self._direct = direct
+        self.direct = direct
         # As the SSD tier has them, in huge pages: with small ones a fast disk gives half of its rate.
         self._memory = [map_memory(BUFFER) for _ in range(2)]
         self.buffers = [view(memory.data_ptr(), BUFFER) for memory in self._memory]
@@ -158,14 +173,14 @@ class _Area:
             thread.join()
         if errors:
             raise errors[0]
-        if not self._direct:
+        if not self.direct:
             os.fsync(self._file)
         self.cpu_seconds += time.process_time() - cpu
         self.moved += sum(moved)
         return sum(moved) / (time.perf_counter() - begin)
 
     def _forget(self) -> None:
-        if not self._direct:
+        if not self.direct:
             os.fsync(self._file)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
