@@ -137,6 +137,23 @@ def test_more_memory_never_moves_more(layers: int, peak: int, share: int, more: 
     assert resident.traffic == 0 and set(resident.homes) == {"device"}
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(16, 28), st.integers(5_000, 50_000), st.integers(0, 30))
+def test_where_ram_is_one_tier_chunks_leave_alone_what_activations_leave(
+    layers: int, peak: int, share: int
+) -> None:
+    """Memory that passes from the ones to the others is cleared by the system each time: it is worth more traffic."""
+    size, budget = 1000, peak + SCALARS + 150_000 + 140 * layers * share
+    sizes = (2 * size,) * layers
+    shape = ModelShape(
+        tuple((i,) for i in range(layers)), tuple(range(layers)), sizes, sizes, (10 * size,) * layers
+    )
+    plan = make_plan(shape, small_record(layers, peak), Settings(budget, 0, ssd=10**9))
+    assume(plan.traffic)  # else all is there at once
+    assert plan.static_bytes + max(plan.residency.occupied) + max(plan.levels) <= budget
+    assert plan.least <= peak + SCALARS + 4 * size
+
+
 KEPT = 500
 """Bytes of the device that others have."""
 

@@ -22,7 +22,7 @@ class Plan:
     homes: tuple[str, ...]
     """By chunk: where its optimizer state lives."""
     levels: tuple[int, ...]
-    """Non-model bytes by moment, updates included."""
+    """Non-model bytes by moment, updates included, or what is left to them at least."""
     triggers: tuple[tuple[Trigger, ...], ...]
     items: tuple[tuple[str, int], ...]
     firsts: dict[tuple[str, int], tuple[int, ...]]
@@ -66,6 +66,7 @@ class Draft:
     host: HostSide
     static: int
     levels: tuple[int, ...]
+    """Non-model bytes by moment, or what is left to them at least."""
     rooms: tuple[int, ...]
     uses: tuple[Use, ...]
     residency: Residency
@@ -78,6 +79,14 @@ class Draft:
     @property
     def traffic(self) -> int:
         return self.residency.traffic + streamed_traffic(self.host, self.settings)
+
+    @property
+    def exchanged(self) -> int:
+        """Where both are RAM: bytes that non-model data leaves to chunks as it ebbs, and gets back, in every iteration.
+        They pass through the system, which clears each page."""
+        if not self.settings.ssd_beside_device:
+            return 0
+        return max(0, max(self.residency.occupied, default=0) - min(self.rooms, default=0))
 
     def plan(self) -> Plan:
         shape, settings, residency = self.shape, self.settings, self.residency
@@ -105,7 +114,7 @@ class Draft:
             settings.take_over,
             self.static,
             settings.accumulate,
-            least_room(self.levels, sizes, self.uses),
+            least_room(levels_of(shape, self.record, settings), sizes, self.uses),
         )
 
     def _coming(self) -> list[int]:
@@ -149,16 +158,18 @@ def draft(
     device: frozenset[int],
     kept: Mapping[int, int] | None = None,
     worth: int | None = None,
+    floor: int = 0,
 ) -> Draft | None:
     """None where the device cannot even hold what lives there, or where more than `worth` bytes would move. `kept`:
-    pieces of state on SSD that stay on the device, where that is RAM."""
+    pieces of state on SSD that stay on the device, where that is RAM. `floor`: bytes that are left to non-model data
+    at all times."""
     host = fill_host(shape, device, settings, kept)
     least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = fixed_bytes(shape, settings, device, host)
     pinned = settings.placement == "static"
-    levels = levels_of(shape, record, settings)
+    levels = tuple(max(level, floor) for level in levels_of(shape, record, settings))
     rooms = tuple(settings.device - static - level for level in levels)
     if min(rooms, default=0) < 0:
         return None

@@ -1,9 +1,11 @@
 """The search for a plan: candidates of how much state the device holds, and of how much room what comes and goes is
 given.
 
-Without a machine the plan with the least traffic is taken. Least traffic is not least time: state on the device is
-updated there, beside less work on the host; and with more room the moves come in another order, which may wait longer.
-So where plans have a cost, such as the seconds of a step, what an iteration would do with less memory is tried, too.
+Without a machine the plan with the least traffic is taken. Where RAM is one tier, memory that activations and chunks
+hand each other in every iteration counts, too: what activations leave as they ebb need not be filled. Least traffic
+is not least time: state on the device is updated there, beside less work on the host; and with more room the moves come
+in another order, which may wait longer. So where plans have a cost, such as the seconds of a step, what an iteration
+would do with less memory is tried, too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ SMALL = 20_000
 """Moments times chunks: of what is small, all that the device may hold is tried with every room."""
 RUNGS = 32
 """Of room, in a factor of two."""
+FRESH = 4
+"""What a byte in memory that the system has to clear first is worth, in bytes that are moved (1.7 and 0.28 seconds a
+gigabyte on a virtual machine whose host has the free ones)."""
 COARSE = 8
 """Of the rungs below, each so manieth is tried where the model is not small."""
 
@@ -73,25 +78,32 @@ class Search:
 
     def some(self) -> None:
         """Some shares, with all the room there is; where plans have a cost, the best with less."""
+        best = self._shares(floor=0)
+        if self.cost is not None:
+            held = self._held(best)
+            for budget in self._rungs(held)[::COARSE]:
+                self._try(held, budget)
+        elif self.settings.ssd_beside_device and self.best is not None and self.best.traffic:
+            self._shares(floor=max(self.levels, default=0))
+
+    def _shares(self, floor: int) -> int:
+        """Tries some shares with what is left above `floor` bytes; gives the last that was the best so far."""
         device, total = self.settings.device, sum(self.shape.state_bytes)
         best, step = 0, total // CANDIDATES
         # From the most down: what lives on the host must cross the link, so less is soon not worth a replay.
         for number in reversed(range(CANDIDATES + 1)):
             count = total * number // CANDIDATES
-            if self._try(self._held(count), device):
+            if self._try(self._held(count), device, floor):
                 best = count
             if self.best is not None and not self.best.traffic:
-                return
+                return best
         for _ in range(REFINEMENTS):
             step //= 2
             for count in (best + step, max(0, best - step)):
-                if self._try(self._held(count), device):
+                if self._try(self._held(count), device, floor):
                     best = count
                     break
-        if self.cost is not None:
-            held = self._held(best)
-            for budget in self._rungs(held)[::COARSE]:
-                self._try(held, budget)
+        return best
 
     def _held(self, count: int) -> _Held:
         """Up to so many bytes of state, and what comes with it."""
@@ -114,15 +126,15 @@ class Search:
         rungs = [int(least * 2 ** (k / RUNGS)) for k in range(1 + int(RUNGS * math.log2(top / least)))]
         return [*([top] if top == most else []), *(min(top, budget) for budget in reversed(rungs))]
 
-    def _try(self, held: _Held, budget: int) -> bool:
+    def _try(self, held: _Held, budget: int, floor: int = 0) -> bool:
         """Whether the plan for a device of so many bytes is the best so far."""
         what = (held.chunks, *held.kept.values())
-        rooms = tuple((budget - held.fixed - level) // self._grain for level in self.levels)
+        rooms = tuple((budget - held.fixed - max(level, floor)) // self._grain for level in self.levels)
         if not self._new("rooms", what, rooms):
             return False
         settings = replace(self.settings, device=budget)
         worth = int(self._least[0]) if self.best is not None and self.cost is None else None
-        made = draft(self.shape, self.record, settings, held.chunks, held.kept, worth)
+        made = draft(self.shape, self.record, settings, held.chunks, held.kept, worth, floor)
         if made is None:
             return False
         if any(made.short):
@@ -133,7 +145,7 @@ class Search:
 
     def _compare(self, made: Draft, what: tuple[object, ...]) -> bool:
         plan: Plan | None = None
-        found: tuple[float, int] = (made.traffic, -made.static)
+        found: tuple[float, int] = (made.traffic + FRESH * made.exchanged, -made.static)
         if self.cost is not None:
             plan = made.plan()
             if not self._new("moves", what, plan.triggers):
