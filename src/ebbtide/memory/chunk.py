@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -32,6 +33,10 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 class Work(Protocol):
     """Something that reads and writes chunks beside the computation, such as an update."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has yet to begin, and brings its chunks itself then: meanwhile they may leave."""
 
     def settle(self) -> None:
         """Waits until it is over, and brings the chunks' books up to date."""
@@ -68,11 +73,24 @@ class Chunk:
     def free(self) -> bool:
         return not (self.device_valid or self.host_valid or self.ssd_valid)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Whoever moves the chunk meanwhile does not wait for work that has yet to begin."""
+        work, self.work = self.work, None
+        try:
+            yield
+        finally:
+            self.work = work
+
     def valid_on(self, tier: str) -> bool:
         return bool(getattr(self, f"{tier}_valid"))
 
     def mark(self, tier: str, valid: bool) -> None:
         setattr(self, f"{tier}_valid", valid)
+
+    @property
+    def worked_on(self) -> bool:
+        return self.work is not None and not self.work.waiting
 
     @property
     def arrived(self) -> bool:

@@ -196,7 +196,7 @@ class ChunkStore:
                 if needed <= self.ledger.room("ssd"):
                     return
                 spare = any(chunk.valid_on(tier) for tier in ("device", "host"))
-                left_alone = chunk.move is None and chunk.work is None and chunk.kind in ("param", "grad")
+                left_alone = chunk.move is None and not chunk.worked_on and chunk.kind in ("param", "grad")
                 if chunk.ssd is not None and spare and left_alone and chunk.ssd_valid == valid:
                     self._close(chunk, "ssd")
 
@@ -426,7 +426,7 @@ class ChunkStore:
     def in_use(self, chunk: Chunk) -> bool:
         """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running
         backward operator, a view that somebody keeps)."""
-        if chunk.pins or chunk.work is not None:
+        if chunk.pins or chunk.worked_on:
             return True
         return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases
 

@@ -6,7 +6,7 @@ and whoever wants the chunk waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ import torch
 from ebbtide.backend import Event
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
+from ebbtide.run.jobs import Bring
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.model import ModelData, dense
 from ebbtide.run.places import Places
@@ -93,7 +94,7 @@ class ChunkUpdates:
         with self.places.placed(param, "device"):
             for source, members in sources.items():
                 with self.places.placed(source, "device"):
-                    self.run("device", index, self._parts({source: members}, "device", scale))
+                    self.run("device", index, _parts(self._segments({source: members}, scale), "device"))
             self.run("device", index, self._parts_alone(alone, scale))
             self.store.written(param, "device")
         for source in sources:
@@ -107,19 +108,49 @@ class ChunkUpdates:
     ) -> None:
         """The state is on the host or on SSD: the update goes on beside the computation, on the tier next to SSD."""
         param = self.data.parameter_chunk(index)
-        tier, on_ssd = self.store.near, self.homes[index] == "ssd"
-        waits: list[Event] = []
+        tier, at_once = self.store.near, self.data.computed(index).pins > 0
         owned = list(dict.fromkeys((param, *sources)))
-        with self.places.room.together(owned):
-            for chunk in owned:
-                if tier == "host":
-                    waits += self.places.toward_host(chunk)
-                else:
-                    self.places.bring(chunk)
-            parts = self._parts(sources, tier, scale) + self._parts_alone(alone, scale)
-            self.places.put_away(param)
-        states = self.state_chunks(index)
-        lent = self.kept.lend(alone)
+        for chunk in owned:
+            if chunk.work is not None:
+                chunk.work.settle()
+        parts: list[Part] = []
+        bring = self._bringing(parts, owned, self._segments(sources, scale), self._parts_alone(alone, scale))
+        # Without that much room at all times, whoever waits for the update later could not have it.
+        early = tier == "device" and not at_once and self.places.room.always(sum(c.nbytes for c in owned))
+        waits = None if early else bring(True)
+        self.places.put_away(param)
+        run = self.stream if self.homes[index] == "ssd" else self.run
+        self.updater.submit_early(
+            [*owned, *self.state_chunks(index)],
+            bring if waits is None else lambda wait: waits,
+            lambda: run(tier, index, parts),
+            self._finishing(index, owned, self.kept.lend(alone)),
+            at_once=at_once,
+        )
+
+    def _bringing(
+        self,
+        parts: list[Part],
+        owned: Sequence[Chunk],
+        segments: Sequence[tuple[Chunk, Segment]],
+        alone: Sequence[Part],
+    ) -> Bring:
+        """Brings chunks to where they are updated, and fills in the parts that they are updated in."""
+        tier = self.store.near
+
+        def bring(wait: bool) -> list[Event] | None:
+            if not wait and not self.places.can_come(owned):
+                return None
+            with self.places.room.together(owned):
+                waits = [event for chunk in owned for event in self.places.toward(chunk, tier)]
+            parts[:] = [*_parts(segments, tier), *alone]
+            return waits
+
+        return bring
+
+    def _finishing(self, index: int, owned: Sequence[Chunk], lent: Sequence[int]) -> Callable[[bool], None]:
+        """The books of an update beside the computation. `owned`: its parameters, then its gradients."""
+        states = self.state_chunks(index) if self.homes[index] == "ssd" else []
 
         def finish(done: bool) -> None:
             for chunk in owned:
@@ -130,26 +161,18 @@ class ChunkUpdates:
             self.kept.give_back(lent)
             if not done:
                 return
-            for state in states if on_ssd else ():
+            for state in states:
                 state.mark("ssd", True)
-            self.store.written(param, tier)
-            if tier == "host":
-                self.places.leave_stale(param)
+            self.store.written(owned[0], self.store.near)
+            if self.store.near == "host":
+                self.places.leave_stale(owned[0])
 
-        run = self.stream if on_ssd else self.run
-        self.updater.submit(
-            [*owned, *states],
-            waits,
-            lambda: run(tier, index, parts),
-            finish,
-            at_once=self.data.computed(index).pins > 0,
-        )
+        return finish
 
-    def _parts(self, sources: Mapping[Chunk, Sequence[int]], tier: str, scale: float) -> list[Part]:
+    def _segments(self, sources: Mapping[Chunk, Sequence[int]], scale: float) -> list[tuple[Chunk, Segment]]:
+        """What is updated alike, and where its gradients are: as the optimizer's settings say now."""
         return [
-            Part(segment, list(source.slices(tier, segment.offset, segment.count)))
-            for source, members in sources.items()
-            for segment in self.steps.segments(members, scale)
+            (c, segment) for c, members in sources.items() for segment in self.steps.segments(members, scale)
         ]
 
     def _parts_alone(self, members: Sequence[int], scale: float) -> list[Part]:
@@ -199,6 +222,10 @@ class ChunkUpdates:
             master = states.pop(0) if has_master else None
             operands = Operands(parameter, gradient, master, tuple(states))
             self.kernels[tier].update(self.rule, operands, segment.coefficients)
+
+
+def _parts(segments: Sequence[tuple[Chunk, Segment]], tier: str) -> list[Part]:
+    return [Part(one, list(chunk.slices(tier, one.offset, one.count))) for chunk, one in segments]
 
 
 def _between(slices: Slices, offset: int, count: int) -> Slices:

@@ -126,6 +126,8 @@ class Executor:
         if self.room.activations is not None:
             self.room.activations.begin(None if plan is None else plan.away, recorder)
         self.recorder = recorder
+        if plan is not self.course.plan:
+            self.updater.bring_all()  # that there is room for them later was the other plan's word
         self.course.begin(plan, offset)
 
     def reverse(self) -> None:
@@ -253,6 +255,7 @@ class Executor:
 
     def leave_track(self, why: str) -> None:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
+        self.updater.bring_all()
         self.course.on_track = False
         self.course.diverged = why
         if self.room.activations is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from traceback import clear_frames
 
 from ebbtide.backend import Event
@@ -25,6 +26,11 @@ class _Handle:
     def __init__(self, job: Job, chunks: Sequence[Chunk]) -> None:
         self._job, self._chunks = weakref.ref(job), chunks
 
+    @property
+    def waiting(self) -> bool:
+        job = self._job()
+        return job is not None and not job.ready
+
     def settle(self) -> None:
         job = self._job()
         if job is not None:
@@ -35,14 +41,19 @@ class _Handle:
                     chunk.work = None
 
 
+Bring = Callable[[bool], Sequence[Event] | None]
+"""Starts bringing what a job works on, and gives what must be over before the work: as often as it is called. Called
+without leave to wait, None where others would have to leave first."""
+
+
 class Job:
-    """`work` runs once, on whatever thread, after `waits`; `finish` keeps the books, on a thread that holds the lock,
-    and is told whether the work was done."""
+    """`work` runs once, on whatever thread, after what `bring` gives is over; `finish` keeps the books, and is told
+    whether the work was done. Whoever calls `bring` or `finish` holds the lock."""
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        waits: Sequence[Event],
+        bring: Bring,
         work: Callable[[], None],
         finish: Callable[[bool], None],
         failed: Callable[[BaseException], None],
@@ -50,7 +61,10 @@ class Job:
     ) -> None:
         """`taken`: whether the other thread has the job or will get to it, which it sees to."""
         self._chunks = chunks
-        self._waits = list(waits)
+        self._bring: Bring | None = bring
+        self._waits: Sequence[Event] = ()
+        self.bringing = False
+        """Somebody waits for room for it."""
         self._work: Callable[[], None] | None = work
         self._finish = finish
         self._failed, self._taken = failed, taken
@@ -64,6 +78,28 @@ class Job:
         handle = _Handle(self, chunks)
         for chunk in chunks:
             chunk.work = handle
+
+    @property
+    def ready(self) -> bool:
+        """What it works on is there, or on its way."""
+        return self._bring is None
+
+    def bring(self, wait: bool) -> bool:
+        """Sees to it that what it works on comes, however often it is called; whether it does."""
+        if self._bring is None or self.bringing:
+            return self._bring is None
+        self.bringing = wait
+        try:
+            with ExitStack() as stack:
+                for chunk in self._chunks:
+                    stack.enter_context(chunk.apart())
+                found = self._bring(wait)
+        finally:
+            self.bringing = False
+        if found is not None:
+            self._waits = found
+            self._bring = None  # from here on the thread may have it
+        return found is not None
 
     def run(self) -> None:
         work, self._work = self._work, None
@@ -96,9 +132,12 @@ class Job:
         return not self._chunks
 
     def settle(self) -> None:
-        """Whatever interrupts this, the job is carried out to its end: the thread has the chunks until then."""
+        """Whatever interrupts this, a job that is ready is carried out to its end: the thread has the chunks until then.
+        One that there is no room for stays what it is."""
         if self.settled:
             return
+        if not self.bring(wait=True):
+            raise StateError(f"the update of chunk {self.index} was waited for by what it waits for")
         error, interrupt = self._end()
         try:
             if error is not None:
@@ -125,8 +164,14 @@ class Job:
             return error, None
         return None, None
 
+    def give_up(self, error: BaseException) -> None:
+        """What it works on never comes."""
+        self._failed(error)
+        self._let_go()
+        self._finish(False)
+
     def _let_go(self) -> None:
-        self._work = self._event = None
+        self._work = self._event = self._bring = None
         for chunk in self._chunks:
             chunk.work = None
         self._chunks = ()

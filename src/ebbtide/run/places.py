@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -88,6 +88,27 @@ class Places:
             self.toward_host(chunk)
             self.store.settle(chunk, host=True)
             yield
+
+    def toward(self, chunk: Chunk, tier: str) -> list[Event]:
+        """Starts making the chunk's copy on a tier valid: what must be over before an update there touches it."""
+        return self.toward_host(chunk) if tier == "host" else self._toward_device(chunk)
+
+    def can_come(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether those that are not on the device have room there, and nobody waits for one that is leaving it."""
+        if any(c.move is not None and c.move[0] == SSD_WRITE and not c.arrived for c in chunks):
+            return False
+        away = sum(self.store.room_needed(c, "device") for c in chunks if not c.device_valid)
+        return not away or self.room.left(away)
+
+    def _toward_device(self, chunk: Chunk) -> list[Event]:
+        if chunk.work is not None or (chunk.move is not None and chunk.move[0] == SSD_WRITE):
+            self.store.turn_back(chunk)
+        if not chunk.device_valid and chunk.move is None:
+            self.room.make_for(chunk, "device")
+            self.store.fetch(chunk)
+        if chunk.kind == PARAM:
+            self._course.touch(chunk)
+        return chunk.move[1] if chunk.move is not None else []
 
     def toward_host(self, chunk: Chunk) -> list[Event]:
         """Starts making the chunk's host copy valid: what must be over before the host itself touches it."""

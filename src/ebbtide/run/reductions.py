@@ -88,6 +88,7 @@ class _Exchange:
         """When it is known whether it has started."""
         self.work: Event | None = None
         self.dropped = False
+        self.waiting = False
         self._lock = threading.Lock()
         self._cancelled = False
         self._owned = [chunk for chunk in (whole, grad) if chunk.work is None]

@@ -100,6 +100,13 @@ class Room:
             return 0
         return self._most() - max(plan.levels[max(self._course.position, 0) :], default=0)
 
+    def always(self, needed: int) -> bool:
+        """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
+        plan = self._course.plan
+        if plan is None or not self._course.on_track:
+            return False
+        return needed <= self.budget("device") - plan.static_bytes - plan.least
+
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
         only where there is no room for that, or with `wait`."""
@@ -127,13 +134,15 @@ class Room:
             return True
         if self.end_exchange() and self.ledger.room("device") >= needed:
             return True
+        return self.left(needed)
+
+    def left(self, needed: int) -> bool:
+        """Whether the device has room, once what has left is counted; nobody is hurried."""
         for chunk in self.leaving():
-            if not chunk.arrived:
+            if self.ledger.room("device") >= needed or not chunk.arrived:
                 break
             self.store.end_move(chunk)
-            if self.ledger.room("device") >= needed:
-                return True
-        return False
+        return needed <= self.ledger.room("device")
 
     def leaving(self) -> list[Chunk]:
         """Chunks on their way off the device."""
@@ -184,8 +193,9 @@ class Room:
         if attempt == "evict":
             for chunk in self._victims(short):
                 if chunk.device is not None and chunk.move is None:  # not gone for the sake of one before it
-                    self.evict(chunk)
-                    self.store.settle(chunk)
+                    with chunk.apart():
+                        self.evict(chunk)
+                        self.store.settle(chunk)
             return
         if attempt == "updates":
             while self.ledger.room("device") < target and self._updater.settle_oldest():

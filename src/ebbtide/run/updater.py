@@ -11,7 +11,7 @@ from contextlib import suppress
 from ebbtide.backend import Event, Stream
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.stream import StateStream
-from ebbtide.run.jobs import Job
+from ebbtide.run.jobs import Bring, Job
 
 BEHIND = 2
 """Updates in backward that wait for the thread before one is put off: the state of so many is being read."""
@@ -33,7 +33,8 @@ class Updater:
         self.state: StateStream | None = None
         """Where state comes from that is on SSD."""
         self._pending: deque[Job] = deque()
-        """In the order in which they are done; the thread takes the first that nobody has begun."""
+        """In the order in which they are done; the thread takes the first that nobody has begun, once what it works on
+        comes."""
         self._put_off: list[Job] = []
         """They wait until backward is over, or somebody waits for them."""
         self._lock = threading.RLock()
@@ -49,7 +50,18 @@ class Updater:
         finish: Callable[[bool], None],
         at_once: bool = False,
     ) -> None:
-        job = Job(chunks, waits, work, finish, self._fail, self._taken)
+        self.submit_early(chunks, lambda wait: waits, work, finish, at_once)
+
+    def submit_early(
+        self,
+        chunks: Sequence[Chunk],
+        bring: Bring,
+        work: Callable[[], None],
+        finish: Callable[[bool], None],
+        at_once: bool = False,
+    ) -> None:
+        """Before what the job works on has room. It comes as soon as others have left."""
+        job = Job(chunks, bring, work, finish, self._fail, self._taken)
         if at_once or not self.background:
             job.settle()
             return
@@ -59,7 +71,26 @@ class Updater:
         job.hand_over()
         with self._lock:
             self._pending.append(job)  # from here on, whatever interrupts this, it is carried out
+        self._bring_next()
         self._stream.submit(self._work_off)
+
+    def _bring_next(self) -> bool:
+        """Has what jobs work on come, one after the other, as far as there is room; whether any does."""
+        some = False
+        for job in list(self._pending):
+            if job.ready or job.settled:
+                continue
+            if not job.bring(wait=False):
+                break
+            some = True
+        return some
+
+    def bring_all(self) -> None:
+        """What jobs work on comes now: soon there may be less room."""
+        for job in [*self._pending, *self._put_off]:
+            if not job.settled and not job.bringing:
+                job.bring(wait=True)
+        self.wake()
 
     def wake(self) -> None:
         """Where `submit` was interrupted, the thread does not know of its job yet."""
@@ -82,12 +113,16 @@ class Updater:
                     return
 
     def _recall(self, job: Job) -> None:
-        """Somebody waits for a job that was put off: it is the next."""
+        """Somebody waits for a job: one that was put off is the next, and none without room is before it."""
         with self._lock:
             if job in self._put_off:
                 self._put_off.remove(job)
                 begun = sum(one.begun for one in self._pending)
                 self._pending.insert(begun, job)
+            elif job in self._pending and not job.begun:
+                ahead = next(n for n, one in enumerate(self._pending) if one is job or not one.ready)
+                self._pending.remove(job)
+                self._pending.insert(ahead, job)
 
     def _taken(self, job: Job) -> bool:
         self._recall(job)
@@ -95,7 +130,8 @@ class Updater:
         return job.begun or job in self._pending
 
     def _first_waiting(self) -> Job | None:
-        return next((job for job in self._pending if not job.begun), None)
+        job = next((job for job in self._pending if not job.begun and not job.settled), None)
+        return job if job is not None and job.ready else None
 
     def _work_off(self) -> None:
         while True:
@@ -132,27 +168,39 @@ class Updater:
         if self.state is not None:
             self.state.advance()
         while self._pending and (self._pending[0].settled or self._pending[0].done()):
-            self._settle_first()
+            self._settle(self._pending[0])
+        if self._bring_next():
+            self.wake()
 
     def settle_oldest(self) -> bool:
-        """Waits for one job; False where none is pending."""
-        while self._pending or self._put_off:
-            if self._settle_first():
+        """Waits for one job; False where none is pending, or none that would give room and not take some first."""
+        while (job := self._oldest()) is not None:
+            if self._settle(job):
                 return True
         return False
 
-    def _settle_first(self) -> bool:
+    def _oldest(self) -> Job | None:
+        """Where one waits for room, only such as have theirs."""
+        jobs = [*self._pending, *self._put_off]
+        wanting = any(job.bringing for job in jobs)
+        return next((job for job in jobs if job.ready or not wanting), None)
+
+    def _settle(self, job: Job) -> bool:
         """Whether it was not settled yet."""
-        job = (self._pending or self._put_off)[0]
         news = not job.settled
         try:
             job.settle()
         finally:
             # Whoever settles one may come here again, for another chunk's sake.
-            if job.settled and self._pending and self._pending[0] is job:
-                with self._lock:
-                    self._pending.popleft()
+            if job.settled:
+                self._forget(job)
         return news
+
+    def _forget(self, job: Job) -> None:
+        with self._lock:
+            for jobs in (self._pending, self._put_off):
+                if job in jobs:
+                    jobs.remove(job)
 
     def flush(self) -> None:
         """Waits for all of them."""
@@ -163,9 +211,14 @@ class Updater:
 
     def drop(self) -> None:
         """Lets everything end, whatever comes of it; `failed` says that."""
-        while self._pending or self._put_off:
-            with suppress(Exception):
-                self._settle_first()
+        while jobs := [*self._pending, *self._put_off]:
+            try:
+                self._settle(jobs[0])
+            except Exception as error:
+                if not jobs[0].settled:
+                    with suppress(Exception):
+                        jobs[0].give_up(error)
+                    self._forget(jobs[0])
         if self.state is not None:
             with suppress(Exception):
                 self.state.drain()
