@@ -2,8 +2,9 @@
 
     python benchmarks/deepspeed_nvme.py --json
 
-GPT-2 124M from its Hugging Face config without dropout, the same weights and tokens for all, bf16 computation, fp32
-masters, AdamW, gradients clipped to a global norm of 1. Every peer runs in a process of its own; they take turns, for
+GPT-2 124M from its Hugging Face config without dropout, the same weights and tokens for all, bf16 computation with fp32
+masters (or all in fp32, for processors that do not multiply bf16), AdamW, gradients clipped to a global norm of 1. Every
+peer runs in a process of its own; they take turns, for
 the machine is not equally fast all the time. DeepSpeed gets a virtual environment beside this script, with the torch and
 transformers that run this script; its operators are compiled there once (some minutes).
 
@@ -88,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=4, help="steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each peer")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device-memory", default="850MB", help="ebbtide's budget of RAM")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="with commas")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
@@ -127,6 +129,7 @@ def run_peer(peer: str, options: argparse.Namespace) -> dict[str, Any]:
             "warm_up": options.warm_up,
             "threads": options.threads,
             "device_memory": options.device_memory,
+            "precision": options.precision,
         }
         python = VENV / "bin" / "python" if peer.startswith("deepspeed") else sys.executable
         command = [str(python), __file__, "--peer", peer, "--work", json.dumps(work)]
@@ -267,7 +270,7 @@ class Work:
         self.folder, self.threads = asked["folder"], asked["threads"]
         self.steps, self.warm_up = asked["steps"], asked["warm_up"]
         self.batch, self.sequence = asked["batch"], asked["sequence"]
-        self.device_memory = asked["device_memory"]
+        self.device_memory, self.precision = asked["device_memory"], asked["precision"]
         self.before = 0
 
     def model(self) -> Any:
@@ -344,7 +347,7 @@ def deepspeed_settings(work: Work, variant: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": work.batch,
         "gradient_clipping": CLIP,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": work.precision == "bf16"},
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
@@ -383,6 +386,7 @@ def run_ebbtide(work: Work) -> dict[str, Any]:
     import ebbtide
 
     settings = {
+        "precision": work.precision,
         "clip": CLIP,
         "threads": work.threads,
         "optimizer": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
@@ -405,22 +409,25 @@ def run_plain(work: Work) -> dict[str, Any]:
     from transformers import GPT2LMHeadModel  # noqa: F401
 
     model = work.model()
-    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
-    model.to(torch.bfloat16)
+    masters = list(model.parameters())
+    if apart := work.precision == "bf16":
+        masters = [parameter.detach().clone().requires_grad_() for parameter in masters]
+        model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
     batch = work.tokens()
 
     def step() -> Any:
         loss = model(**batch).loss
         loss.backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
+        pairs = list(zip(masters, model.parameters(), strict=True)) if apart else []
+        for master, parameter in pairs:
             master.grad = parameter.grad.float()
             parameter.grad = None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
+            for master, parameter in pairs:
                 parameter.copy_(master)
         return loss
 
@@ -446,6 +453,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
         "model": "gpt2-124m",
         "batch": options.batch,
         "sequence": options.sequence,
+        "precision": options.precision,
         "steps": options.steps,
         "warm_up": options.warm_up,
         "repeats": options.repeats,

@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 
 import ebbtide
-from ebbtide.cli.app import app, run
+from ebbtide.cli.app import app, run, said_plainly
 
 TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
@@ -293,7 +293,14 @@ def test_commands(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["trian"]) == 2
     assert "did you mean 'train'?" in capfd.readouterr().err.lower()
     assert run(["bench", "offload", "--repeats", "0"]) == 2
+    for name in ("overhead", "offload", "ssd", "lockfree"):
+        assert run(["bench", name, "--precision", "bf61"]) == 2
     assert "--repeats" in capfd.readouterr().err
+
+
+def test_warnings_of_ours_are_said_without_a_line_of_code() -> None:
+    assert said_plainly("slow", UserWarning, ebbtide.initialize.__code__.co_filename, 3) == "ebbtide: slow\n"
+    assert "elsewhere.py:3: UserWarning: slow" in said_plainly("slow", UserWarning, "/elsewhere.py", 3)
 
 
 def _process(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from torch import nn
 import ebbtide
 import reference
 import zoo
+from ebbtide.backend import products
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
 from harness import batch_of, config_of
 
@@ -40,6 +41,24 @@ def step(engine: ebbtide.Engine, number: int = 0, name: str = "gpt2") -> Any:
     loss = engine(**zoo.ZOO[name].batch(number)).loss
     engine.backward(loss)
     return engine.step()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_precisions_that_the_processor_does_not_multiply_are_named(
+    make: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in products._ASKED.values():
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(precision=precision)
+    said = [str(one.message) for one in caught if str(one.message).startswith("precision")]
+    if precision == "fp32":
+        assert not said
+    else:
+        assert len(said) == 1
+        assert {"bf16": "bfloat16", "fp16": "float16"}[precision] in said[0]
+        assert 'precision = "fp32"' in said[0]
 
 
 def test_interleaved_evaluation_and_values_change_nothing(make: Any) -> None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ebbtide.bench.steps import tokens
+from ebbtide.bench.steps import DTYPES, tokens
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError
 from ebbtide.models import find_model
@@ -30,8 +28,9 @@ def for_share(
 
     module = find_model(model).on_meta()
     given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}
-    seen = trace(module, given, torch.bfloat16)
-    ask = Ask(Model(seen.tensors, seen.trained, seen.runs), Machine.read("laptop"), Config.read(settings))
+    config = Config.read(settings)
+    seen = trace(module, given, DTYPES[config.precision])
+    ask = Ask(Model(seen.tensors, seen.trained, seen.runs), Machine.read("laptop"), config)
     setup = set_up("ebbtide", ask)
     states = sum(setup.shape.state_bytes)
     low = seen.record.peak

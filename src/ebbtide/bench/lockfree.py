@@ -21,7 +21,7 @@ import torch
 
 from ebbtide.backend.heap import keep_freed_memory
 from ebbtide.bench.budgets import for_share
-from ebbtide.bench.steps import in_process
+from ebbtide.bench.steps import in_process, suited
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import Batches, find_model
@@ -43,11 +43,13 @@ def run(
     seconds: float = 30.0,
     max_staleness: int = 4,
     folder: Path | None = None,
+    precision: str = "auto",
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """`train` and `valid`: text, as bytes."""
+    precision = suited(precision)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        kinds = _kinds(model, share, batch, seq, max_staleness, Path(scratch))
+        kinds = _kinds(model, share, batch, seq, max_staleness, precision, Path(scratch))
         report(f"{model}: two engines are made")
         with (
             in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact,
@@ -70,6 +72,7 @@ def run(
         "model": model,
         "batch": batch,
         "seq": seq,
+        "precision": precision,
         "seconds_a_turn": seconds,
         "max_staleness": max_staleness,
         "speed_up": statistics.median(b / a for a, b in zip(rates["exact"], rates["lock-free"], strict=True)),
@@ -88,11 +91,13 @@ def go_on(
     more: int,
     max_staleness: int,
     folder: Path | None = None,
+    precision: str = "auto",
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """`first` exact steps, and from there `more` of each kind."""
+    precision = suited(precision)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        kinds = _kinds(model, share, batch, seq, max_staleness, Path(scratch))
+        kinds = _kinds(model, share, batch, seq, max_staleness, precision, Path(scratch))
         saved = Path(scratch) / "saved"
         with in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact:
             exact.submit(_steps, first).result()
@@ -113,6 +118,7 @@ def go_on(
         "model": model,
         "batch": batch,
         "seq": seq,
+        "precision": precision,
         "max_staleness": max_staleness,
         "steps": [first, more],
         "loss_ratio": ends["lock-free"] / ends["exact"],
@@ -121,10 +127,15 @@ def go_on(
 
 
 def _kinds(
-    model: str, share: float, batch: int, seq: int, max_staleness: int, folder: Path
+    model: str, share: float, batch: int, seq: int, max_staleness: int, precision: str, folder: Path
 ) -> dict[str, dict[str, Any]]:
     """The settings of either engine: as much RAM for both, so that exact updates have less of the state on SSD."""
-    common: dict[str, Any] = {"clip": 1.0, "optimizer": {"lr": 1e-4}, "max_staleness": max_staleness}
+    common: dict[str, Any] = {
+        "precision": precision,
+        "clip": 1.0,
+        "optimizer": {"lr": 1e-4},
+        "max_staleness": max_staleness,
+    }
     free = common | {"updates": "lock-free"}
     budgets = for_share(free, model, share, batch, seq)
     found = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ebbtide.bench.steps import Ours, median_ratio, tokens
+from ebbtide.bench.steps import Ours, median_ratio, suited, tokens
 from ebbtide.errors import BudgetError
 
 WARM_UP = 3
@@ -31,16 +31,28 @@ def run(
     seq: int = 256,
     repeats: int = 7,
     shares: tuple[int, ...] = (2, 4, 8),
+    precision: str = "auto",
 ) -> dict[str, Any]:
     """One row a budget; every config makes its steps in turn with a resident engine that has its own memory."""
     data = tokens(model, batch, seq)
-    resident = Ours(model, data, {"clip": 1.0})
+    common = {"clip": 1.0, "precision": suited(precision)}
+    resident = Ours(model, data, common)
     try:
         for _ in range(WARM_UP):
             resident.step()
         facts = resident.engine.stats()
         peak, model_data = facts["non_model_peak"], sum(facts["tags"]["device"].values())
-        rows = [_row(model, data, share, peak + model_data // share, repeats, resident) for share in shares]
+        rows = [
+            _row(
+                model,
+                data,
+                share,
+                common | {"device": {"memory": peak + model_data // share}},
+                repeats,
+                resident,
+            )
+            for share in shares
+        ]
     finally:
         resident.close()
     return {
@@ -48,15 +60,18 @@ def run(
         "batch": batch,
         "seq": seq,
         "repeats": repeats,
+        "precision": common["precision"],
         "non_model_peak": peak,
         "model_data_bytes": model_data,
         "rows": rows,
     }
 
 
-def _row(model: str, data: Any, share: int, budget: int, repeats: int, resident: Ours) -> dict[str, Any]:
-    config = {"clip": 1.0, "device": {"memory": budget}}
-    row = {"share": f"1/{share}", "budget_bytes": budget, **_measure(model, data, config, repeats, resident)}
+def _row(
+    model: str, data: Any, share: int, config: dict[str, Any], repeats: int, resident: Ours
+) -> dict[str, Any]:
+    row = {"share": f"1/{share}", "budget_bytes": config["device"]["memory"]}
+    row |= _measure(model, data, config, repeats, resident)
     for name, change in OTHERS.items():
         try:
             row[name] = _measure(model, data, config | change, max(1, repeats // 3), resident)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ebbtide.bench.steps import Ours, Plain, median_ratio, race, tokens
+from ebbtide.bench.steps import Ours, Plain, median_ratio, race, suited, tokens
 
 
-def run(model: str = "gpt2-124m", batch: int = 2, seq: int = 256, repeats: int = 15) -> dict[str, Any]:
+def run(
+    model: str = "gpt2-124m", batch: int = 2, seq: int = 256, repeats: int = 15, precision: str = "auto"
+) -> dict[str, Any]:
     """`ratio` is ours over plain, the median over rounds in which both made one step."""
     data = tokens(model, batch, seq)
-    ours = Ours(model, data, {"clip": None})
-    plain = Plain(model, data, ours.engine.device)
+    precision = suited(precision)
+    ours = Ours(model, data, {"clip": None, "precision": precision})
+    plain = Plain(model, data, ours.engine.device, precision)
     try:
         seconds = race({"ours": ours.step, "plain": plain.step}, repeats)
         stats = ours.engine.stats()
@@ -23,6 +26,7 @@ def run(model: str = "gpt2-124m", batch: int = 2, seq: int = 256, repeats: int =
         "batch": batch,
         "seq": seq,
         "repeats": repeats,
+        "precision": precision,
         "ratio": median_ratio(seconds["ours"], seconds["plain"]),
         "ours_seconds": statistics.median(seconds["ours"]),
         "plain_seconds": statistics.median(seconds["plain"]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ebbtide.bench.ssd import bound_of, measure_ceilings, peak_rss
-from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly
+from ebbtide.bench.steps import DTYPES, LR, Ours, alone, drawn_quickly, suited
 from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.forecasts import find_largest
 from ebbtide.models import ModelSpec, find_model
@@ -35,7 +35,7 @@ SAMPLES = (2, 8)
 MARGIN = 0.02
 """Of the budgets, left free: the engine's first iteration counts outputs that its caller might keep."""
 BYTES = 12
-"""A parameter: bf16, the other half of its master, two moments."""
+"""A parameter: bf16 and the other half of its master, or fp32; two moments."""
 
 
 def run(
@@ -47,13 +47,15 @@ def run(
     batch: int = 1,
     steps: int = 3,
     endurance: int = 0,
+    precision: str = "auto",
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """`device`, `host` and `ssd`: bytes."""
+    settings = {"updates": "in-backward", "precision": suited(precision)}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        spec = _largest(device, host, ssd, seq, batch, report)
+        spec = _largest(device, host, ssd, settings, seq, batch, report)
         config: dict[str, Any] = {
-            "updates": "in-backward",
+            **settings,
             "optimizer": {"lr": LR},
             "device": {"kind": "cpu", "memory": device},
             "host": {"memory": host},
@@ -63,13 +65,14 @@ def run(
         report(f"{spec.name}: {steps} steps after one that is traced")
         found = alone(_train, spec, config, seq, batch, steps)
         report("what cores and disk must do")
-        forward, backward = alone(_passes, spec, seq, batch)
+        forward, backward = alone(_passes, spec, settings["precision"], seq, batch)
         ceilings = measure_ceilings(Path(scratch))
     bound = bound_of(forward, backward, found, ceilings, clipped=False)
     return {
         "model": spec.name,
         "seq": seq,
         "batch": batch,
+        "precision": settings["precision"],
         **found,
         "forward_seconds": forward,
         "backward_seconds": backward,
@@ -81,7 +84,13 @@ def run(
 
 
 def _largest(
-    device: int, host: int, ssd: int, seq: int, batch: int, report: Callable[[str], None]
+    device: int,
+    host: int,
+    ssd: int,
+    settings: Mapping[str, Any],
+    seq: int,
+    batch: int,
+    report: Callable[[str], None],
 ) -> ModelSpec:
     most = (device + host + ssd) / BYTES
     width = min(WIDTHS, key=lambda width: abs(12 * DEPTH * width**2 - most))
@@ -96,15 +105,14 @@ def _largest(
             "links": {"host_device": 10e9},
         }
     ).with_memory(round(device * (1 - MARGIN)), host, round(ssd * (1 - MARGIN)))
-    forecaster = Forecaster(start, {"updates": "in-backward"})
+    forecaster = Forecaster(start, settings)
     work = Workload(batch, seq, checkpoint_activations=True)
     answer = find_largest(forecaster, machine, work, "ebbtide", "model")
     assert answer.max is not None and answer.max.layers is not None
     return replace(start.with_layers(answer.max.layers))
 
 
-def _module(spec: ModelSpec, on_meta: bool) -> torch.nn.Module:
-    module = spec.on_meta() if on_meta else drawn_quickly(spec).to(torch.bfloat16)
+def _checkpointed(module: torch.nn.Module, spec: ModelSpec) -> torch.nn.Module:
     checkpoint_activations(module, spec.name)
     return module
 
@@ -116,7 +124,7 @@ def _batch(spec: ModelSpec, batch: int, seq: int) -> dict[str, torch.Tensor]:
 
 def _train(spec: ModelSpec, config: dict[str, Any], seq: int, batch: int, steps: int) -> dict[str, Any]:
     began = time.perf_counter()
-    ours = Ours(spec, _batch(spec, batch, seq), config, module=_module(spec, on_meta=True))
+    ours = Ours(spec, _batch(spec, batch, seq), config, module=_checkpointed(spec.on_meta(), spec))
     engine, session = ours.engine, ours.engine._session
     started = time.perf_counter() - began
     try:
@@ -150,13 +158,14 @@ def _train(spec: ModelSpec, config: dict[str, Any], seq: int, batch: int, steps:
         ours.close()
 
 
-def _passes(spec: ModelSpec, seq: int, batch: int) -> tuple[float, float]:
+def _passes(spec: ModelSpec, precision: str, seq: int, batch: int) -> tuple[float, float]:
     """Seconds of forward and backward of the whole model in plain PyTorch, from two and eight of its layers."""
     data = _batch(spec, batch, seq)
     found = {}
     few, more = SAMPLES
     for layers in SAMPLES:
-        module = _module(spec.with_layers(layers), on_meta=False)
+        fewer = spec.with_layers(layers)
+        module = _checkpointed(drawn_quickly(fewer).to(DTYPES[precision]), fewer)
         seconds = []
         for _ in range(4):
             start = time.perf_counter()

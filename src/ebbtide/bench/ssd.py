@@ -21,7 +21,7 @@ import torch
 
 from ebbtide.backend.heap import return_freed_memory
 from ebbtide.bench.budgets import for_share
-from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, tokens
+from ebbtide.bench.steps import DTYPES, LR, Ours, drawn_quickly, in_process, suited, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
 from ebbtide.models import find_model
@@ -42,8 +42,10 @@ def run(
     seq: int = 256,
     repeats: int = 5,
     folder: Path | None = None,
+    precision: str = "auto",
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
+    precision = suited(precision)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         report("measuring the disk and the memory")
         ceilings = measure_ceilings(Path(scratch))
@@ -51,8 +53,9 @@ def run(
         for model in models:
             for share in shares:
                 report(f"{model}, {share:.0%} of its optimizer state on SSD")
-                rows.append(_row(model, share, seq, repeats, Path(scratch), ceilings))
-    return {"seq": seq, "batch": 1, "repeats": repeats, "ceilings": ceilings, "rows": rows}
+                rows.append(_row(model, share, seq, repeats, Path(scratch), precision, ceilings))
+    common = {"seq": seq, "batch": 1, "repeats": repeats, "precision": precision}
+    return common | {"ceilings": ceilings, "rows": rows}
 
 
 def measure_ceilings(folder: Path) -> dict[str, float]:
@@ -70,9 +73,15 @@ def measure_ceilings(folder: Path) -> dict[str, float]:
 
 
 def _row(
-    model: str, share: float, seq: int, repeats: int, folder: Path, ceilings: Mapping[str, float]
+    model: str,
+    share: float,
+    seq: int,
+    repeats: int,
+    folder: Path,
+    precision: str,
+    ceilings: Mapping[str, float],
 ) -> dict[str, Any]:
-    in_backward = {"updates": "in-backward"}
+    in_backward = {"updates": "in-backward", "precision": precision}
     config = in_backward | for_share(in_backward, model, share, 1, seq, folder)
     row: dict[str, Any] = {"model": model, "share_on_ssd": share, "budget_bytes": config["device"]["memory"]}
     row |= _against(model, seq, config, repeats, ceilings, clipped=False)
@@ -81,7 +90,7 @@ def _row(
         "step_seconds": on_demand["step_seconds"],
         "ratio": on_demand["relative"] / row["relative"],
     }
-    clipping = {"clip": 1.0}
+    clipping = {"clip": 1.0, "precision": precision}
     config = clipping | for_share(clipping, model, share, 1, seq, folder)
     row["with_clipping"] = _against(model, seq, config, repeats, ceilings, clipped=True)
     row["with_clipping"]["budget_bytes"] = config["device"]["memory"]
@@ -95,7 +104,7 @@ def _against(
     scratch = Path(config["ssd"]["folder"])
     with (
         disks.mixed_rates(scratch, 2 * GB, TURN) as mixed,
-        in_process(_start_plain, _end, model, seq) as plain,
+        in_process(_start_plain, _end, model, seq, config["precision"]) as plain,
         in_process(_start_engine, _end, model, seq, config) as engine,
     ):
         passes, rates, steps = [], [], []
@@ -162,8 +171,8 @@ def bound_of(
 _held: dict[str, Any] = {}
 
 
-def _start_plain(model: str, seq: int) -> None:
-    module = drawn_quickly(find_model(model)).to(torch.bfloat16)
+def _start_plain(model: str, seq: int, precision: str) -> None:
+    module = drawn_quickly(find_model(model)).to(DTYPES[precision])
     _held.update(module=module, batch=tokens(model, 1, seq))
 
 

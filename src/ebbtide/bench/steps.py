@@ -1,4 +1,4 @@
-"""Training steps to compare: the engine's, and plain PyTorch's with bf16 parameters and fp32 masters."""
+"""Training steps to compare: the engine's, and plain PyTorch's, in bf16 with fp32 masters or in fp32."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ebbtide.backend.products import multiplies
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
 
 LR = 1e-4
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Result = TypeVar("Result")
+
+
+def suited(precision: str) -> str:
+    """`auto` is bf16 where the device multiplies it, else fp32: torch's way around takes a hundred times as long."""
+    if precision != "auto":
+        return precision
+    return "bf16" if torch.cuda.is_available() or multiplies(torch.bfloat16) else "fp32"
 
 
 def tokens(model: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
@@ -49,27 +58,35 @@ def built(model: str | ModelSpec) -> nn.Module:
 
 
 class Plain:
-    """bf16 parameters, fp32 masters, torch's fused AdamW: what one writes by hand."""
+    """Torch's fused AdamW, on fp32 masters of bf16 parameters or on fp32 parameters: what one writes by hand."""
 
     def __init__(
-        self, model: str | ModelSpec, batch: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        model: str | ModelSpec,
+        batch: Mapping[str, torch.Tensor],
+        device: torch.device,
+        precision: str = "bf16",
     ) -> None:
         self.module = built(model).to(device)
-        self.masters = [p.detach().clone().requires_grad_() for p in self.module.parameters()]
-        self.module.to(torch.bfloat16)
+        self.apart = precision != "fp32"
+        self.masters = list(self.module.parameters())
+        if self.apart:
+            self.masters = [nn.Parameter(p.detach().clone()) for p in self.masters]
+            self.module.to(DTYPES[precision])
         self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=True)
         self.batch = {key: value.to(device) for key, value in batch.items()}
 
     def step(self) -> float:
         loss = self.module(**self.batch).loss
         loss.backward()
-        for master, parameter in zip(self.masters, self.module.parameters(), strict=True):
+        pairs = list(zip(self.masters, self.module.parameters(), strict=True)) if self.apart else []
+        for master, parameter in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for master, parameter in zip(self.masters, self.module.parameters(), strict=True):
+            for master, parameter in pairs:
                 parameter.copy_(master)
         return float(loss.detach())
 

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +59,8 @@ app.command()(demo)
 app.command()(doctor)
 
 BAD_INPUT = 2
+PACKAGE = Path(__file__).parents[1]
+_as_python_does = warnings.formatwarning
 INTERRUPTED, TERMINATED = 130, 143
 
 
@@ -95,6 +99,15 @@ def run(arguments: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):  # what typer raises for a command line that it cannot read
             raise
         return _refuse(_usage(error, arguments))
+
+
+def said_plainly(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """In place of `warnings.formatwarning`: our own warnings without a line of our code."""
+    if Path(filename).is_relative_to(PACKAGE):
+        return f"ebbtide: {message}\n"
+    return _as_python_does(message, category, filename, lineno, line)
 
 
 def _usage(error: Any, arguments: Sequence[str]) -> str:

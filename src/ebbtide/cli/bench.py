@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ebbtide.cli.options import SIZE, at_least
+from ebbtide.cli.options import AUTO, SIZE, at_least, one_of
 from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
 
@@ -20,6 +20,7 @@ Json = Annotated[bool, Option("--json", help="End with one line of JSON.")]
 Model = Annotated[str, Option(help="A preset or the path of a config.json.")]
 Batch = Annotated[int, Option(help="Sequences in a batch.")]
 Seq = Annotated[int, Option(help="Length of a sequence.")]
+Precision = Annotated[str, Option(help="bf16 or fp32; auto: bf16 where the processor multiplies it.")]
 Repeats = Annotated[int, Option(help="Measured steps of each variant.")]
 
 
@@ -40,10 +41,15 @@ def update(
 
 @bench.command()
 def overhead(
-    model: Model = "gpt2-124m", batch: Batch = 2, seq: Seq = 256, repeats: Repeats = 15, json: Json = False
+    model: Model = "gpt2-124m",
+    batch: Batch = 2,
+    seq: Seq = 256,
+    repeats: Repeats = 15,
+    precision: Precision = AUTO,
+    json: Json = False,
 ) -> None:
     """A step with everything resident against plain PyTorch's."""
-    options = _options(model, batch, seq, repeats)
+    options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
     from ebbtide.backend.heap import keep_freed_memory
     from ebbtide.bench.overhead import run
 
@@ -53,10 +59,15 @@ def overhead(
 
 @bench.command()
 def offload(
-    model: Model = "gpt2-124m", batch: Batch = 2, seq: Seq = 256, repeats: Repeats = 7, json: Json = False
+    model: Model = "gpt2-124m",
+    batch: Batch = 2,
+    seq: Seq = 256,
+    repeats: Repeats = 7,
+    precision: Precision = AUTO,
+    json: Json = False,
 ) -> None:
     """A step under ever smaller device budgets against the resident one."""
-    options = _options(model, batch, seq, repeats)
+    options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
     from ebbtide.backend.heap import keep_freed_memory
     from ebbtide.bench.offload import run
 
@@ -96,15 +107,17 @@ def ssd(
     seq: Seq = 256,
     repeats: Repeats = 5,
     folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
+    precision: Precision = AUTO,
     json: Json = False,
 ) -> None:
     """Optimizer state on SSD: a step against what disk and cores must do, all measured in this run."""
     at_least("--repeats", repeats, 1)
     at_least("--seq", seq, 2)
+    found = _precision(precision)
     from ebbtide.bench.ssd import run
 
     parts = tuple(_share("--shares", part, shares) for part in shares.split(","))
-    _print(run(tuple(models.split(",")), parts, seq, repeats, folder, report=_say), json)
+    _print(run(tuple(models.split(",")), parts, seq, repeats, folder, found, report=_say), json)
 
 
 @bench.command()
@@ -122,6 +135,7 @@ def lockfree(
     steps: Annotated[int, Option(help="With --after: steps of each of the two engines.")] = 300,
     data: Annotated[str | None, Option(help="A text file or folder; left out, Python's library.")] = None,
     folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
+    precision: Precision = AUTO,
     json: Json = False,
 ) -> None:
     """Lock-free updates against exact ones, with state on SSD: steps a second, and what is learnt in equal time (or,
@@ -143,10 +157,11 @@ def lockfree(
     text = load_text(data)
     part = _share("--share", str(share), str(share))
     common = (text.train, text.valid, model, part, batch, seq)
+    rest = (max_staleness, folder, _precision(precision))
     if after:
-        found = go_on(*common, after, steps, max_staleness, folder, report=_say)
+        found = go_on(*common, after, steps, *rest, report=_say)
     else:
-        found = run(*common, turns, seconds, max_staleness, folder, report=_say)
+        found = run(*common, turns, seconds, *rest, report=_say)
     _print(found, json)
 
 
@@ -160,16 +175,18 @@ def scale(
     seq: Seq = 1024,
     batch: Batch = 1,
     steps: Annotated[int, Option(help="Measured steps.")] = 3,
+    precision: Precision = AUTO,
     json: Json = False,
 ) -> None:
     """The largest GPT that trains exactly within budgets: found by the plan, proved with real steps."""
     for flag, value, least in (("--seq", seq, 2), ("--batch", batch, 1), ("--steps", steps, 1)):
         at_least(flag, value, least)
     sizes = [parse_size(text) for text in (device_memory, host_memory, ssd_memory, ssd_endurance)]
+    found = _precision(precision)
     from ebbtide.bench.scale import run
 
     device, host, ssd, endurance = sizes
-    _print(run(device, host, ssd, ssd_dir, seq, batch, steps, endurance, report=_say), json)
+    _print(run(device, host, ssd, ssd_dir, seq, batch, steps, endurance, found, report=_say), json)
 
 
 @bench.command()
@@ -227,6 +244,10 @@ def overlap(
     from ebbtide.bench.overlap import run
 
     _print(run(unit, repeats), json)
+
+
+def _precision(asked: str) -> str:
+    return one_of("--precision", asked, (AUTO, "bf16", "fp32"))
 
 
 def _share(flag: str, part: str, given: str) -> float:

@@ -34,13 +34,14 @@ KINDS = {
 
 def demo() -> None:
     """Train a small GPT under a device budget of its activations plus a quarter of its model data."""
+    from ebbtide.bench.steps import suited
     from ebbtide.cli.data import load_text
     from ebbtide.units import format_size
 
     console = Console(highlight=False, soft_wrap=True)
     text = load_text(None)
     console.print(f"A small GPT reads {text.source}. First {CHECKED} steps with all the memory there is:")
-    precision = _fast_precision()
+    precision = suited("auto")
     free = _unrestricted(text, precision)
     budget = free["non_model"] + free["model"] // 4
     console.print(
@@ -83,25 +84,6 @@ def _train(training: Training) -> str:
         elif time.monotonic() > deadline:
             break
     return sha
-
-
-def _fast_precision() -> str:
-    """bf16 where the processor multiplies it; many emulate it, slower than fp32."""
-    import torch
-
-    if torch.cuda.is_available():
-        return "bf16"
-
-    def seconds(dtype: torch.dtype) -> float:
-        a = torch.ones(512, 512, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.mm(a, a)
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    return "bf16" if seconds(torch.bfloat16) < seconds(torch.float32) else "fp32"
 
 
 def _training(text: Text, precision: str, steps: int, budget: int | str) -> Training:

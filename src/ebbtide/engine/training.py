@@ -26,7 +26,15 @@ from ebbtide.run.facts import facts
 from ebbtide.run.ranks import Ranks, all_or_none, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
-from ebbtide.run.setup import Choice, alike, choose, refuse_nowhere, refuse_unbuilt, signature_of
+from ebbtide.run.setup import (
+    Choice,
+    alike,
+    choose,
+    refuse_nowhere,
+    refuse_unbuilt,
+    signature_of,
+    warn_of_slow_products,
+)
 from ebbtide.run.tiers import Tiers, shared_tiers
 from ebbtide.run.wishes import LOSS, STEP
 from ebbtide.state.module import guard, refuse_held, retire
@@ -123,6 +131,8 @@ class Engine(ByName, Saved):
             raise
         self._session.updates.regroup(self.optimizer.param_groups)
         guard(self._session)
+        if ranks is None or ranks.rank == 0:
+            warn_of_slow_products(choice, tiers.backend.kind)
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self._broken = ""
         self._closed = self._gone = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ebbtide.backend import Backend
+from ebbtide.backend.products import multiplies
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError, nearest
 from ebbtide.memory.ledger import Ledger
@@ -78,6 +80,17 @@ def choose(module: nn.Module, config: Config) -> Choice:
         if is_split(buffer):
             raise UnsupportedError(f"{name} is a buffer and a DTensor; only parameters may be split")
     return Choice(managed, unmanaged, dtypes, hosted, target)
+
+
+def warn_of_slow_products(choice: Choice, kind: str) -> None:
+    """Nothing is wrong with the numbers; whoever waits should know for what."""
+    slow = sorted({str(d).removeprefix("torch.") for d in choice.dtypes.values() if not multiplies(d)})
+    if kind == "cpu" and slow:
+        warnings.warn(
+            f"precision: this processor has no instructions for products in {' and '.join(slow)}, and torch takes up to "
+            'a hundred times as long for them as in fp32; precision = "fp32" takes at most 2 bytes a parameter more',
+            stacklevel=4,
+        )
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
