@@ -47,6 +47,7 @@ def test_the_file_is_what_was_measured(measured: tuple[dict[str, Any], Path]) ->
     machine = Machine.read(found["machine"])
     assert Machine.read(file) == machine
     assert machine.device.kind == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert machine.device.precision == found["raw"]["precision"]
     assert found["file"] == str(file) and found["seconds"] > 0
     assert all(isinstance(sentence, str) for sentence in found["advice"])
 
@@ -138,6 +139,7 @@ SYSTEM = System("a processor", (), 8, 8, 16 << 30, 16 << 30, 15 << 30, 0, 1, "ma
 RAW: dict[str, Any] = {
     "spinning": {"default_beside": 1.0, "passive_beside": 1.0},
     "streams": {"first_touch": 5e9, "refill": 20e9},
+    "precision": "bf16",
     "products": {"bf16": 2e12, "fp32": 3e11},
     "operators": {"drift": 1.05},
     "disk": {"folder": "/d", "file_system": "ext4", "direct": True, "read": 2e9, "write": 2e9, "mixed": 2e9},
@@ -165,6 +167,7 @@ def test_a_sound_machine_needs_no_advice() -> None:
         ({}, changed("disk.file_system", "tmpfs"), ["tmpfs", "RAM and no disk"]),
         ({}, changed("disk.write", 1e8), ["0.10 GB/s", "240 seconds"]),
         ({}, changed("products.bf16", 1e11), ["bf16 are slower than in fp32", "100 against 300"]),
+        ({}, RAW | {"precision": "fp32"}, ["no instructions for products in bf16", 'precision = "fp32"']),
         ({}, changed("operators.drift", 1.8), ["1.8 times as long", "shared"]),
         ({"cores": 2}, RAW, ["2 of the processor's 8 cores"]),
         ({"memory": 8 << 30, "available": 7 << 30}, RAW, ["8.00 GiB of 16.0 GiB"]),

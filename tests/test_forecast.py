@@ -141,6 +141,18 @@ def test_the_largest_fits_and_the_next_does_not(plan: Callable[..., tuple[int, s
     assert not answer(plan, "--model", SMALL, *flags, "--batch", str(batch + 1))["fits"]
 
 
+def test_a_machine_measured_in_another_precision_is_noted() -> None:
+    machine = Machine.read("laptop")
+    measured = replace(machine, device=replace(machine.device, precision="fp32"))
+    for one, precision, noted in (
+        (machine, "bf16", False),
+        (measured, "fp32", False),
+        (measured, "bf16", True),
+    ):
+        found = Forecaster("gpt2-tiny", {"precision": precision}).answer(one, Workload(1, 64))
+        assert any("measured in fp32" in note for note in found.notes) == noted
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

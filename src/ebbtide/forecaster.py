@@ -273,7 +273,7 @@ class Forecaster:
         would = tuple(self._would_fit(machine, work, strategy, found)) if explain and not found.fits else ()
         seconds = time.perf_counter() - start
         rules = RULES.get(machine.device.kind)
-        notes = (seen.trace.note, rules.note if rules else "", *self._not_foreseen(work, found))
+        notes = (seen.trace.note, rules.note if rules else "", *self._not_foreseen(machine, work, found))
         return Forecast(
             seen.name,
             machine.name,
@@ -300,9 +300,14 @@ class Forecaster:
         """Which activations leave the device."""
         return ALL if work.offload_activations else self.config.offload_activations
 
-    def _not_foreseen(self, work: Workload, found: Outlook) -> Iterator[str]:
+    def _not_foreseen(self, machine: Machine, work: Workload, found: Outlook) -> Iterator[str]:
         """What the config says that a forecast cannot follow."""
-        config = self.config
+        config, measured = self.config, machine.device.precision
+        if measured not in (None, config.precision):
+            yield (
+                f"precision = {config.precision!r}, and {machine.name} was measured in {measured}: "
+                "times may be far from these"
+            )
         if config.unmanaged or config.host_modules:
             yield "unmanaged and host_modules are not foreseen: all parameters are planned in chunks"
         which, away = self._offload(work), None if found.plan is None else found.plan.away

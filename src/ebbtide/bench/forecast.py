@@ -160,7 +160,7 @@ def _apart(visits: Sequence[Mapping[str, Any]]) -> bool:
 
 def _jobs(models: Sequence[str], seqs: Sequence[int], machine: Machine) -> Iterator[tuple[Case, Forecaster]]:
     for model in models:
-        forecaster = Forecaster(model, {"clip": 1.0})
+        forecaster = Forecaster(model, {"clip": 1.0, "precision": machine.device.precision or "bf16"})
         for seq in seqs:
             for case in _cases(forecaster, machine, model, seq):
                 yield case, forecaster

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.backend.products import multiplies
 from ebbtide.doctor import disk, memory, operators, spin
 from ebbtide.doctor.advice import advise
 from ebbtide.doctor.operators import Operators
@@ -71,9 +72,9 @@ def examine(
         report("links")
         raw["cuda"] = cuda.links(device, effort.stream, effort.rounds) | {"memory": cuda.memory(device)}
     report("operators")
-    names = {"fp32": torch.float32, str(dtype).removeprefix("torch."): dtype}
+    raw["precision"] = PRECISIONS[dtype]
     raw["products"] = operators.single_product(
-        device, {_SHORT.get(k, k): v for k, v in names.items()}, effort.rounds
+        device, {PRECISIONS[one]: one for one in (torch.float32, dtype)}, effort.rounds
     )
     shapes = (
         len(operators.SHAPES) if device.type == "cuda" else effort.shapes
@@ -87,17 +88,17 @@ def examine(
     if effort.spinning:
         report("OpenMP")
         raw["spinning"] = spin.cost_of_spinning()
-    machine = Machine.read(_values(system, raw, device_values(found)))
+    machine = Machine.read(_values(system, raw, {"precision": raw["precision"], **device_values(found)}))
     return Findings(machine, raw, advise(system, raw))
 
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def compute_device() -> tuple[torch.device, torch.dtype]:
-    """Where the engine would compute, and in what: bf16, or fp16 on a card that has no bf16."""
+    """Where the engine would compute, and in what it should: bf16 unless that has to be emulated."""
     if not torch.cuda.is_available():
-        return torch.device("cpu"), torch.bfloat16
+        return torch.device("cpu"), torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16 if has_bf16 else torch.float16
 

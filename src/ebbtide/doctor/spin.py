@@ -40,10 +40,12 @@ def _passes(seconds: float) -> float:
     """The median of forward and backward of a block."""
     import torch
 
+    from ebbtide.backend.products import multiplies
     from ebbtide.doctor.block import Block
 
-    module = Block(512).to(torch.bfloat16)
-    x = torch.randn(1, 256, 512).bfloat16().requires_grad_()
+    dtype = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
+    module = Block(512).to(dtype)
+    x = torch.randn(1, 256, 512).to(dtype).requires_grad_()
     found: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(found) < 4:

@@ -14,6 +14,7 @@ from ebbtide.units import parse_flops, parse_rate, parse_size
 
 COMMENTS = {
     "device.kind": "cpu: the host's cores compute, and the memory of device and host is the same RAM",
+    "device.precision": "what flops, matmul and attention were measured in",
     "device.reserved": "taken by others, not for the budget",
     "device.flops": "at the compute precision, operations a second",
     "device.efficiency": "share of it that large products reach",

@@ -84,6 +84,8 @@ class DeviceSpec(MachineSection):
     kind: Annotated[str, choice("cuda", "cpu")] = "cuda"
     """`cpu`: the host's cores compute, so copies and updates share them, and the memory of device and host is
     the same RAM, stated twice."""
+    precision: Annotated[str | None, optional(choice("bf16", "fp16", "fp32"))] = None
+    """What products were measured in; left out, not known."""
     reserved: Annotated[int, size(least=0, auto=False)] = 0
     """Context and library workspaces: not for the budget."""
     efficiency: Annotated[float, _share] = 0.5
