@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import ebbtide
 import zoo
 from disks import FaultyIO
 from ebbtide.backend import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import READ, DiskSpace
+from ebbtide.disk.space import READ, WRITE, DiskSpace
 from ebbtide.engine import Engine
 from ebbtide.errors import BudgetError, DiskError
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.tiers import Tiers
 from ebbtide.run.updater import Updater
-from harness import config_of, expected
+from harness import Count, config_of, expected
 
 SSD = 64 << 20
 
@@ -49,7 +52,7 @@ class Rooms:
 
     def submit(self, index: int) -> None:
         self.chunks[index] = Chunk("param", index, torch.float32, 1024, 4096)
-        self.updater.submit_early(
+        self.updater.submit(
             [self.chunks[index]],
             lambda wait: self.bring(index, wait),
             lambda: self.ran.append(index),
@@ -129,6 +132,132 @@ def test_one_that_never_gets_any_is_dropped_and_said_to_be_lost() -> None:
     assert "too much" in rooms.updater.failed
     assert rooms.finished == [(0, False), (1, False)] and not rooms.ran
     assert all(chunk.work is None for chunk in rooms.chunks.values())
+
+
+def test_one_that_has_its_room_keeps_it_behind_one_that_has_none() -> None:
+    rooms = Rooms()
+    rooms.submit(0)
+    chunk = Chunk("param", 1, torch.float32, 1024, 4096)
+    rooms.updater.submit(
+        [chunk], [], lambda: rooms.ran.append(1), lambda done: rooms.finished.append((1, done))
+    )
+    assert chunk.worked_on and not rooms.chunks[0].worked_on
+    rooms.updater.flush()
+    assert sorted(rooms.ran) == [0, 1] and sorted(rooms.finished) == [(0, True), (1, True)]
+
+
+class Layers(nn.Module):
+    """Equal layers, and a head of another size: its update never has room beside all else."""
+
+    def __init__(self, layers: int, width: int, head: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.head = nn.Linear(width, head, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+class Tables(nn.Module):
+    """Layers around a module that owns several tables: what is used at once is most there, activations elsewhere."""
+
+    def __init__(self, width: int = 128, layers: int = 6, tables: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.tables = _Sum(width, tables)
+        self.after = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.before:
+            y = torch.tanh(layer(y))
+        y = y + self.tables(x.abs().mul(100).long().remainder(128))
+        for layer in self.after:
+            y = torch.tanh(layer(y))
+        return (y.repeat(1, 10).square() - 1).square().mean()
+
+
+class _Sum(nn.Module):
+    def __init__(self, width: int, tables: int) -> None:
+        super().__init__()
+        for number in range(tables):
+            self.register_parameter(f"table{number}", nn.Parameter(0.1 * torch.randn(128, width)))
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        return sum(F.embedding(places[:, i], p) for i, p in enumerate(self.parameters()))  # type: ignore[return-value]
+
+
+def settings_of(folder: Path, memory: int) -> Config:
+    changes = {
+        "precision": "fp32",
+        "chunk_size": "64KiB",
+        "host": {"memory": 0},
+        "device": {"memory": memory},
+    }
+    return Config.read(config_of(**changes, ssd={"folder": str(folder), "memory": SSD}))
+
+
+def tiers_of(folder: Path, memory: int) -> Tiers:
+    io = FaultyIO(lambda link, *_: time.sleep(0.006 if link == WRITE else 0.001))
+    budgets = {"device": memory, "host": 0, "ssd": SSD}
+    return Tiers(CpuBackend(poison=True), Ledger(budgets), DiskSpace([folder], SSD, io=io))
+
+
+def rows(number: int, count: int, width: int = 128) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(number))
+
+
+def train(engine: Engine, x: torch.Tensor) -> int:
+    """How many updates have no room when the step is over."""
+    engine.backward(engine(x))
+    engine.step()
+    return sum(not job.ready for job in engine._session.executor.updater._pending)
+
+
+def test_another_engine_takes_no_room_from_updates_that_have_theirs(folder: Path) -> None:
+    free = ebbtide.initialize(Layers(5, 128, 768), config_of(precision="fp32"))
+    for number in range(4):
+        train(free, rows(number, 16))
+    wanted = free.weights_sha256()
+    free.close()
+    memory = 2_040_000
+    tiers = tiers_of(folder, memory)
+    one = Engine(Layers(5, 128, 768), settings_of(folder, memory), tiers=tiers)
+    assert sum(train(one, rows(number, 16)) for number in range(3)), "all had room"
+    other = Engine(Layers(2, 32, 32), settings_of(folder, memory), tiers=tiers)
+    train(other, rows(0, 1024, 32))
+    train(one, rows(3, 16))
+    assert one.weights_sha256() == wanted
+    for engine in (one, other):
+        engine.check_integrity()
+        engine.close()
+
+
+@pytest.mark.parametrize("memory", [1_520_000, 1_540_000, 1_560_000])
+def test_parameters_that_stay_put_fit_right_after_a_step(folder: Path, memory: int) -> None:
+    engine = Engine(Layers(12, 128, 128), settings_of(folder, memory), tiers=tiers_of(folder, memory))
+    assert sum(train(engine, rows(number, 16)) for number in range(2)), "all had room"
+    with engine.resident():
+        assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
+    engine.close()
+
+
+@pytest.mark.parametrize("memory", [3_040_000, 3_120_000, 3_200_000])
+def test_evaluation_between_passes_fits_where_training_does(folder: Path, memory: int) -> None:
+    """What training takes at its highest is kept for it, but not from the chunks that it uses."""
+    engine = Engine(Tables(), settings_of(folder, memory), tiers=tiers_of(folder, memory))
+    with Count(engine) as count:
+        for number in range(3):
+            train(engine, rows(number, 64))
+            with torch.no_grad():
+                engine(rows(9, 64))
+    assert count.peak <= memory
+    engine.check_integrity()
+    engine.close()
 
 
 def open_engine(folder: Path, io: FaultyIO, memory: int) -> Engine:

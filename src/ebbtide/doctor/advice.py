@@ -88,8 +88,8 @@ def _products(raw: Mapping[str, Any]) -> Iterator[str]:
     rates = raw["products"]
     if raw["precision"] == "fp32":
         yield (
-            "The processor has no instructions for products in bf16 (AVX-512, AMX), and torch takes up to a hundred times "
-            'as long for them: what is measured here is fp32. Train with precision = "fp32".'
+            "The processor has no instructions for products in bf16 (AVX-512, AMX), and torch takes up to a hundred "
+            'times as long for them: what is measured here is fp32. Train with precision = "fp32".'
         )
     low = next((name for name in ("bf16", "fp16") if name in rates), None)
     if low and rates[low] < rates["fp32"]:

@@ -57,6 +57,7 @@ class ByName(Held):
         session.reclaim()
         if session.lock_free is not None:
             session.lock_free.begin_evaluation()
+        session.executor.updater.flush()  # one by one they have room, not beside all parameters
         with session.places.resident():
             yield
 

@@ -82,6 +82,9 @@ class Ledger:
         self._expected[tier] = 0 if guess else count
         self._look(tier)
 
+    def is_guess(self, tier: str) -> bool:
+        return self._expected[tier] < self.level[tier]
+
     def describe(self, tier: str) -> str:
         held = {tag: count for tag, count in self.tags[tier].items() if count}
         return ", ".join(f"{tag} {format_size(count)}" for tag, count in held.items()) or "nothing"

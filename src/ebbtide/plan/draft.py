@@ -33,6 +33,8 @@ class Plan:
     accumulate: int = 1
     least: int = 0
     """The smallest device budget this iteration could run in."""
+    in_use: int = 0
+    """Levels and the chunks in use, at their highest."""
     away: Away | None = None
     """Activations that leave between forward and backward; the record is without them."""
 
@@ -114,7 +116,8 @@ class Draft:
             settings.take_over,
             self.static,
             settings.accumulate,
-            least_room(levels_of(shape, self.record, settings), sizes, self.uses),
+            least=least_room(levels_of(shape, self.record, settings), sizes, self.uses),
+            in_use=least_room(self.levels, sizes, self.uses),
         )
 
     def _coming(self) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from ebbtide.backend import Event
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
-from ebbtide.run.jobs import Bring
+from ebbtide.run.jobs import Bring, brought
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.model import ModelData, dense
 from ebbtide.run.places import Places
@@ -117,12 +117,12 @@ class ChunkUpdates:
         bring = self._bringing(parts, owned, self._segments(sources, scale), self._parts_alone(alone, scale))
         # Without that much room at all times, whoever waits for the update later could not have it.
         early = tier == "device" and not at_once and self.places.room.always(sum(c.nbytes for c in owned))
-        waits = None if early else bring(True)
+        needs = bring if early else brought(bring)
         self.places.put_away(param)
         run = self.stream if self.homes[index] == "ssd" else self.run
-        self.updater.submit_early(
+        self.updater.submit(
             [*owned, *self.state_chunks(index)],
-            bring if waits is None else lambda wait: waits,
+            needs,
             lambda: run(tier, index, parts),
             self._finishing(index, owned, self.kept.lend(alone)),
             at_once=at_once,

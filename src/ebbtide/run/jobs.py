@@ -42,27 +42,35 @@ class _Handle:
 
 
 Bring = Callable[[bool], Sequence[Event] | None]
-"""Starts bringing what a job works on, and gives what must be over before the work: as often as it is called. Called
-without leave to wait, None where others would have to leave first."""
+"""Starts bringing what a job works on, and gives what must be over before the work. Called without leave to wait, None
+where others would have to leave first."""
+
+
+def brought(bring: Bring) -> Sequence[Event]:
+    """With leave to wait it comes."""
+    found = bring(True)
+    assert found is not None
+    return found
 
 
 class Job:
-    """`work` runs once, on whatever thread, after what `bring` gives is over; `finish` keeps the books, and is told
-    whether the work was done. Whoever calls `bring` or `finish` holds the lock."""
+    """`work` runs once, on whatever thread, after what it needs is over; `finish` keeps the books, and is told whether
+    the work was done. Whoever calls `bring` or `finish` holds the lock."""
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        bring: Bring,
+        needs: Sequence[Event] | Bring,
         work: Callable[[], None],
         finish: Callable[[bool], None],
         failed: Callable[[BaseException], None],
         taken: Callable[[Job], bool],
     ) -> None:
-        """`taken`: whether the other thread has the job or will get to it, which it sees to."""
+        """`needs`: what must be over, where the chunks are there or on their way, or else what brings them. `taken`:
+        whether the other thread has the job or will get to it, which it sees to."""
         self._chunks = chunks
-        self._bring: Bring | None = bring
-        self._waits: Sequence[Event] = ()
+        self._bring: Bring | None = needs if callable(needs) else None
+        self._waits: Sequence[Event] = () if callable(needs) else needs
         self.bringing = False
         """Somebody waits for room for it."""
         self._work: Callable[[], None] | None = work

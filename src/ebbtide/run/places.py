@@ -98,7 +98,7 @@ class Places:
         if any(c.move is not None and c.move[0] == SSD_WRITE and not c.arrived for c in chunks):
             return False
         away = sum(self.store.room_needed(c, "device") for c in chunks if not c.device_valid)
-        return not away or self.room.left(away)
+        return not away or self.room.left(away, sparing=chunks)
 
     def _toward_device(self, chunk: Chunk) -> list[Event]:
         if chunk.work is not None or (chunk.move is not None and chunk.move[0] == SSD_WRITE):

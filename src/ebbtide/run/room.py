@@ -105,7 +105,7 @@ class Room:
         plan = self._course.plan
         if plan is None or not self._course.on_track:
             return False
-        return needed <= self.budget("device") - plan.static_bytes - plan.least
+        return needed <= self.budget("device") - plan.static_bytes - plan.in_use
 
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
@@ -136,9 +136,12 @@ class Room:
             return True
         return self.left(needed)
 
-    def left(self, needed: int) -> bool:
-        """Whether the device has room, once what has left is counted; nobody is hurried."""
+    def left(self, needed: int, sparing: Sequence[Chunk] = ()) -> bool:
+        """Whether the device has room, once what has left is counted, but for those that are to stay; nobody is
+        hurried."""
         for chunk in self.leaving():
+            if chunk in sparing:
+                continue
             if self.ledger.room("device") >= needed or not chunk.arrived:
                 break
             self.store.end_move(chunk)
@@ -155,7 +158,7 @@ class Room:
         others = [peer for peer in self.peers if peer is not self]
         # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
         late = self._course.on_track and self.store.near == "device"
-        first = ("exchange", "leaving", "updates") if late else ("exchange", "leaving")
+        first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
         for attempt in (*first, "evict", "updates", "arriving", "evict", "saving"):
             for peer in (*others, self):
                 short = needed - self.ledger.room("device")
@@ -165,8 +168,9 @@ class Room:
         short = needed - self.ledger.room("device")
         if short <= 0:
             return
-        if self._course.plan is None and not rising and self._most() >= needed:
-            # Without a plan the level is a share, not a prediction: what is in use goes before it.
+        unforeseen = self._course.plan is None or self.ledger.is_guess("device")
+        if unforeseen and not rising and self._most() >= needed:
+            # Such a level is a share, or what training takes, and no prediction: what is in use goes before it.
             self.ledger.set_level("device", self._most() - needed, guess=True)
             return
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
@@ -197,8 +201,9 @@ class Room:
                         self.evict(chunk)
                         self.store.settle(chunk)
             return
-        if attempt == "updates":
-            while self.ledger.room("device") < target and self._updater.settle_oldest():
+        if attempt in ("updates", "ready updates"):
+            ready = attempt != "updates"
+            while self.ledger.room("device") < target and self._updater.settle_oldest(ready):
                 continue
             return
         for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ, WIRE):

@@ -243,6 +243,7 @@ class Session:
         with torch.inference_mode(False), torch.no_grad():
             if self.lock_free is not None:
                 self.lock_free.begin_evaluation()
+            self.executor.updater.bring_all()  # there is room for them in the moments of training
             if self.idle and not self.ledger.device_alone:
                 before, plan = self.ledger.level["device"], self.course.plan
                 level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)

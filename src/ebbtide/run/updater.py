@@ -45,23 +45,13 @@ class Updater:
     def submit(
         self,
         chunks: Sequence[Chunk],
-        waits: Sequence[Event],
+        needs: Sequence[Event] | Bring,
         work: Callable[[], None],
         finish: Callable[[bool], None],
         at_once: bool = False,
     ) -> None:
-        self.submit_early(chunks, lambda wait: waits, work, finish, at_once)
-
-    def submit_early(
-        self,
-        chunks: Sequence[Chunk],
-        bring: Bring,
-        work: Callable[[], None],
-        finish: Callable[[bool], None],
-        at_once: bool = False,
-    ) -> None:
-        """Before what the job works on has room. It comes as soon as others have left."""
-        job = Job(chunks, bring, work, finish, self._fail, self._taken)
+        """A job may come before what it works on has room: with what brings that, as soon as others have left."""
+        job = Job(chunks, needs, work, finish, self._fail, self._taken)
         if at_once or not self.background:
             job.settle()
             return
@@ -108,21 +98,24 @@ class Updater:
                 return
             for job in waiting:
                 if self.state.put_off(job.index):
+                    self._put_off.append(job)  # first: whatever interrupts this, one of the two has it
                     self._pending.remove(job)
-                    self._put_off.append(job)
                     return
 
     def _recall(self, job: Job) -> None:
         """Somebody waits for a job: one that was put off is the next, and none without room is before it."""
         with self._lock:
+            jobs = [one for one in self._pending if one is not job]
+            if job in self._put_off:
+                ahead = sum(one.begun for one in jobs)
+            elif job in self._pending and not job.begun:
+                place = self._pending.index(job)
+                ahead = next((n for n, one in enumerate(jobs[:place]) if not one.ready), place)
+            else:
+                return
+            self._pending = deque([*jobs[:ahead], job, *jobs[ahead:]])
             if job in self._put_off:
                 self._put_off.remove(job)
-                begun = sum(one.begun for one in self._pending)
-                self._pending.insert(begun, job)
-            elif job in self._pending and not job.begun:
-                ahead = next(n for n, one in enumerate(self._pending) if one is job or not one.ready)
-                self._pending.remove(job)
-                self._pending.insert(ahead, job)
 
     def _taken(self, job: Job) -> bool:
         self._recall(job)
@@ -146,7 +139,7 @@ class Updater:
         """What has not begun is done in the order of the chunks, but for what has been read ahead."""
         with self._lock:
             self._to_reorder = False
-            waiting = [*(job for job in self._pending if not job.begun), *self._put_off]
+            waiting = [job for job in dict.fromkeys([*self._pending, *self._put_off]) if not job.begun]
             if len(waiting) < 2 and not self._put_off:
                 return
             begun = [job for job in self._pending if job.begun]
@@ -172,18 +165,19 @@ class Updater:
         if self._bring_next():
             self.wake()
 
-    def settle_oldest(self) -> bool:
-        """Waits for one job; False where none is pending, or none that would give room and not take some first."""
-        while (job := self._oldest()) is not None:
+    def settle_oldest(self, ready: bool = False) -> bool:
+        """Waits for one job; False where none is pending, or none that would give room and not take some first, which
+        `ready` asks for."""
+        while (job := self._oldest(ready)) is not None:
             if self._settle(job):
                 return True
         return False
 
-    def _oldest(self) -> Job | None:
+    def _oldest(self, ready: bool) -> Job | None:
         """Where one waits for room, only such as have theirs."""
         jobs = [*self._pending, *self._put_off]
-        wanting = any(job.bringing for job in jobs)
-        return next((job for job in jobs if job.ready or not wanting), None)
+        ready = ready or any(job.bringing for job in jobs)
+        return next((job for job in jobs if job.ready or not ready), None)
 
     def _settle(self, job: Job) -> bool:
         """Whether it was not settled yet."""
