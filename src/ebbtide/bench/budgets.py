@@ -21,9 +21,16 @@ FINE = 500
 
 
 def for_share(
-    settings: Mapping[str, Any], model: str, share: float, batch: int, seq: int, folder: Path | None = None
+    settings: Mapping[str, Any],
+    model: str,
+    share: float,
+    batch: int,
+    seq: int,
+    folder: Path | None = None,
+    state_alone: bool = False,
 ) -> dict[str, Any]:
-    """RAM as one tier, and SSD in abundance: the least with at most that share of the state there."""
+    """RAM as one tier, and SSD in abundance: the least with at most that share of the state there. `state_alone`:
+    parameters and gradients never leave RAM."""
     from ebbtide.tracing.alone import trace
 
     module = find_model(model).on_meta()
@@ -46,7 +53,8 @@ def for_share(
             low = middle
             continue
         streamed = sum(plan.host.streamed(setup.shape, index) for index in plan.host.ssd)
-        low, high = (low, middle) if streamed <= share * states else (middle, high)
+        enough = streamed <= share * states and not (state_alone and plan.evicted)
+        low, high = (low, middle) if enough else (middle, high)
     return {
         "device": {"kind": "cpu", "memory": high},
         "host": {"memory": 0},

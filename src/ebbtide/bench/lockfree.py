@@ -137,7 +137,7 @@ def _kinds(
         "max_staleness": max_staleness,
     }
     free = common | {"updates": "lock-free"}
-    budgets = for_share(free, model, share, batch, seq)
+    budgets = for_share(free, model, share, batch, seq, state_alone=True)
     found = {}
     for kind in ("exact", "lock-free"):
         (folder / kind).mkdir()
