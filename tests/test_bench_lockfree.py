@@ -28,10 +28,8 @@ def test_parameters_and_gradients_stay_in_memory(tmp_path: Path) -> None:
     try:
         for _ in range(3):
             ours.step()
-        session = ours.engine._session
-        plan = session.course.plan
+        plan = ours.engine._session.course.plan
         assert plan is not None and not plan.evicted
-        assert session.homes.streamed(session.shape) > 0
     finally:
         ours.close()
 
