@@ -42,17 +42,8 @@ def run(
             resident.step()
         facts = resident.engine.stats()
         peak, model_data = facts["non_model_peak"], sum(facts["tags"]["device"].values())
-        rows = [
-            _row(
-                model,
-                data,
-                share,
-                common | {"device": {"memory": peak + model_data // share}},
-                repeats,
-                resident,
-            )
-            for share in shares
-        ]
+        budgets = {share: {"device": {"memory": peak + model_data // share}} for share in shares}
+        rows = [_row(model, data, n, common | budget, repeats, resident) for n, budget in budgets.items()]
     finally:
         resident.close()
     return {
