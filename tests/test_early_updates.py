@@ -191,13 +191,8 @@ class _Sum(nn.Module):
         return sum(F.embedding(places[:, i], p) for i, p in enumerate(self.parameters()))  # type: ignore[return-value]
 
 
-def settings_of(folder: Path, memory: int) -> Config:
-    changes = {
-        "precision": "fp32",
-        "chunk_size": "64KiB",
-        "host": {"memory": 0},
-        "device": {"memory": memory},
-    }
+def settings_of(folder: Path, memory: int, **changes: Any) -> Config:
+    changes |= {"precision": "fp32", "host": {"memory": 0}, "device": {"memory": memory}}
     return Config.read(config_of(**changes, ssd={"folder": str(folder), "memory": SSD}))
 
 
@@ -244,6 +239,23 @@ def test_parameters_that_stay_put_fit_right_after_a_step(folder: Path, memory: i
     with engine.resident():
         assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
     engine.close()
+
+
+def test_in_backward_they_change_no_number(folder: Path) -> None:
+    changes: dict[str, Any] = {"updates": "in-backward", "clip": None}
+    free = ebbtide.initialize(Layers(12, 128, 128), config_of(precision="fp32", **changes))
+    for number in range(4):
+        train(free, rows(number, 16))
+    wanted = free.weights_sha256()
+    free.close()
+    for memory in (1_100_000, 1_200_000, 1_500_000):
+        settings = settings_of(folder, memory, **changes)
+        engine = Engine(Layers(12, 128, 128), settings, tiers=tiers_of(folder, memory))
+        for number in range(4):
+            train(engine, rows(number, 16))
+        assert engine.weights_sha256() == wanted
+        engine.check_integrity()
+        engine.close()
 
 
 @pytest.mark.parametrize("memory", [3_040_000, 3_120_000, 3_200_000])
