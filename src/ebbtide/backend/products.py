@@ -16,3 +16,8 @@ def multiplies(dtype: torch.dtype) -> bool:
         return True
     asked = getattr(torch.ops.mkldnn, name, None)
     return asked is None or bool(asked())
+
+
+def fast_dtype() -> torch.dtype:
+    """What the processor should compute in: bf16 unless that has to be emulated."""
+    return torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32

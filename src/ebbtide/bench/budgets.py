@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbtide.bench.steps import DTYPES, tokens
+from ebbtide.bench.steps import tokens
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError
 from ebbtide.models import find_model
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.strategies import Ask, Model, set_up
+from ebbtide.run.setup import PRECISIONS
 
 GB = 10**9
 FINE = 500
@@ -36,7 +37,7 @@ def for_share(
     module = find_model(model).on_meta()
     given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}
     config = Config.read(settings)
-    seen = trace(module, given, DTYPES[config.precision])
+    seen = trace(module, given, PRECISIONS[config.precision])
     ask = Ask(Model(seen.tensors, seen.trained, seen.runs), Machine.read("laptop"), config)
     setup = set_up("ebbtide", ask)
     states = sum(setup.shape.state_bytes)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ebbtide.bench.ssd import bound_of, measure_ceilings, peak_rss
-from ebbtide.bench.steps import DTYPES, LR, Ours, alone, drawn_quickly, suited
+from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly, suited
 from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.forecasts import find_largest
 from ebbtide.models import ModelSpec, find_model
@@ -26,6 +26,7 @@ from ebbtide.plan.bound import least_streamed
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.shape import update_bytes
 from ebbtide.plan.stage import days_left
+from ebbtide.run.setup import PRECISIONS
 
 WIDTHS = (256, 512, 768, 1024, 1280, 1600, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
 DEPTH = 36
@@ -165,7 +166,7 @@ def _passes(spec: ModelSpec, precision: str, seq: int, batch: int) -> tuple[floa
     few, more = SAMPLES
     for layers in SAMPLES:
         fewer = spec.with_layers(layers)
-        module = _checkpointed(drawn_quickly(fewer).to(DTYPES[precision]), fewer)
+        module = _checkpointed(drawn_quickly(fewer).to(PRECISIONS[precision]), fewer)
         seconds = []
         for _ in range(4):
             start = time.perf_counter()

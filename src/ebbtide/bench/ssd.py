@@ -21,12 +21,13 @@ import torch
 
 from ebbtide.backend.heap import return_freed_memory
 from ebbtide.bench.budgets import for_share
-from ebbtide.bench.steps import DTYPES, LR, Ours, drawn_quickly, in_process, suited, tokens
+from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, suited, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
 from ebbtide.models import find_model
 from ebbtide.plan.bound import least_streamed
 from ebbtide.plan.shape import update_bytes
+from ebbtide.run.setup import PRECISIONS
 
 MODELS = ("gpt2-350m", "gpt2-1b")
 SHARES = (0.5, 0.9)
@@ -178,7 +179,7 @@ _held: dict[str, Any] = {}
 
 
 def _start_plain(model: str, seq: int, precision: str) -> None:
-    module = drawn_quickly(find_model(model)).to(DTYPES[precision])
+    module = drawn_quickly(find_model(model)).to(PRECISIONS[precision])
     _held.update(module=module, batch=tokens(model, 1, seq))
 
 

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ebbtide.backend.products import multiplies
+from ebbtide.backend.products import fast_dtype
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
+from ebbtide.run.setup import PRECISIONS
+from ebbtide.tracing.alone import NAMES
 
 LR = 1e-4
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Result = TypeVar("Result")
 
 
@@ -28,7 +29,7 @@ def suited(precision: str) -> str:
     """`auto` is bf16 where the device multiplies it, else fp32: torch's way around takes a hundred times as long."""
     if precision != "auto":
         return precision
-    return "bf16" if torch.cuda.is_available() or multiplies(torch.bfloat16) else "fp32"
+    return "bf16" if torch.cuda.is_available() else NAMES[fast_dtype()]
 
 
 def tokens(model: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
@@ -72,7 +73,7 @@ class Plain:
         self.masters = list(self.module.parameters())
         if self.apart:
             self.masters = [nn.Parameter(p.detach().clone()) for p in self.masters]
-            self.module.to(DTYPES[precision])
+            self.module.to(PRECISIONS[precision])
         self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=True)
         self.batch = {key: value.to(device) for key, value in batch.items()}
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from ebbtide.backend.products import multiplies
+from ebbtide.backend.products import fast_dtype
 from ebbtide.doctor import disk, memory, operators, spin
 from ebbtide.doctor.advice import advise
 from ebbtide.doctor.operators import Operators
 from ebbtide.doctor.system import System, read_system
 from ebbtide.plan.machine import Machine
 from ebbtide.run.setup import MARGIN
+from ebbtide.tracing.alone import NAMES
 
 MIB = 1 << 20
 DISK_SHARE = 0.9
@@ -72,9 +73,9 @@ def examine(
         report("links")
         raw["cuda"] = cuda.links(device, effort.stream, effort.rounds) | {"memory": cuda.memory(device)}
     report("operators")
-    raw["precision"] = PRECISIONS[dtype]
+    raw["precision"] = NAMES[dtype]
     raw["products"] = operators.single_product(
-        device, {PRECISIONS[one]: one for one in (torch.float32, dtype)}, effort.rounds
+        device, {NAMES[one]: one for one in (torch.float32, dtype)}, effort.rounds
     )
     shapes = (
         len(operators.SHAPES) if device.type == "cuda" else effort.shapes
@@ -92,13 +93,10 @@ def examine(
     return Findings(machine, raw, advise(system, raw))
 
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
 def compute_device() -> tuple[torch.device, torch.dtype]:
     """Where the engine would compute, and in what it should: bf16 unless that has to be emulated."""
     if not torch.cuda.is_available():
-        return torch.device("cpu"), torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
+        return torch.device("cpu"), fast_dtype()
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16 if has_bf16 else torch.float16
 

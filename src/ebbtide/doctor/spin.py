@@ -40,10 +40,10 @@ def _passes(seconds: float) -> float:
     """The median of forward and backward of a block."""
     import torch
 
-    from ebbtide.backend.products import multiplies
+    from ebbtide.backend.products import fast_dtype
     from ebbtide.doctor.block import Block
 
-    dtype = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
+    dtype = fast_dtype()
     module = Block(512).to(dtype)
     x = torch.randn(1, 256, 512).to(dtype).requires_grad_()
     found: list[float] = []
