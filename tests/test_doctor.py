@@ -185,10 +185,10 @@ def test_advice(system: dict[str, Any], raw: dict[str, Any], fragments: list[str
 @pytest.mark.heavy
 def test_tables_against_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints what the tables say of real models and what those take; `-s` shows it."""
-    from ebbtide.backend.heap import keep_freed_memory
+    from ebbtide.backend.heap import tune_memory
     from ebbtide.doctor import check
 
-    keep_freed_memory()  # as the command does
+    tune_memory(scarce=False)  # as the command does
     rows = check.run()
     with capsys.disabled():
         for row in rows:

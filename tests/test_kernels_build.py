@@ -14,7 +14,7 @@ def fresh(monkeypatch, tmp_path):
     source.parent.mkdir()
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(build, "FOLDER", source.parent)
-    monkeypatch.setattr(build, "SOURCES", (source,))
+    monkeypatch.setattr(build, "KERNELS", build.Library("kernels", (source,), build.KERNELS.flags))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build.load.cache_clear()
     yield source
@@ -22,9 +22,9 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_it_is_built_on_first_use_and_again_when_the_source_changes(fresh):
-    assert build.find() is None
+    assert build.KERNELS.find() is None
     assert build.load().answer() == 42
-    first = build.find()
+    first = build.KERNELS.find()
     assert first.parent == fresh.parent
     fresh.write_text('extern "C" int answer() { return 43; }\n')
     build.load.cache_clear()
@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     usual = build._can_write
     monkeypatch.setattr(build, "_can_write", lambda folder: folder != fresh.parent and usual(folder))
     assert build.load().answer() == 42
-    assert build.find().parent == tmp_path / "cache" / "ebbtide"
+    assert build.KERNELS.find().parent == tmp_path / "cache" / "ebbtide"
     assert list(fresh.parent.iterdir()) == [fresh]
 
 
@@ -64,4 +64,4 @@ def test_a_build_that_fails_shows_the_compilers_message(fresh, capsys):
 
 def test_the_library_was_built_for_this_source():
     assert isinstance(cpu_kernels(), NativeKernels)
-    assert build.find().name == build.file_name()
+    assert build.KERNELS.find().name == build.KERNELS.file_name

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import mmap
+import random
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.backend import CpuBackend, pages
+from ebbtide.backend import CpuBackend, slabs
 from ebbtide.backend.arena import Arena
 from ebbtide.backend.pages import HUGE, map_memory
-from ebbtide.backend.slabs import Slabs
+from ebbtide.backend.slabs import Slabs, in_pool, trim
 
-SIZES = (1, 4096, HUGE - 1, HUGE, HUGE + 4097, 3 * HUGE, 5 * HUGE + 123)
+SIZES = (1, 4096, HUGE // 3, HUGE // 2, HUGE - 1, HUGE, HUGE + 4097, 3 * HUGE, 5 * HUGE + 123)
+
+
+@pytest.fixture
+def pool() -> Iterator[ctypes.CDLL]:
+    """With nothing left of other tests."""
+    found = slabs.native()
+    assert found is not None
+    gc.collect()
+    trim(0)
+    yield found
+    trim(0)
+
+
+@pytest.fixture(params=["native", "mapped"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the native library and without."""
+    if request.param == "mapped":
+        monkeypatch.setattr(slabs, "native", lambda: None)
+    return str(request.param)
 
 
 def resident() -> int:
@@ -25,10 +48,10 @@ def resident() -> int:
 
 
 def test_fresh_memory_is_zero_and_large_memory_begins_at_a_huge_page() -> None:
-    for count in SIZES:
-        memory = map_memory(count)
-        assert memory.numel() == count and not memory.any()
-        assert count < HUGE or memory.data_ptr() % HUGE == 0
+    for size in SIZES:
+        memory = map_memory(size)
+        assert memory.numel() == size and not memory.any()
+        assert size < HUGE or memory.data_ptr() % HUGE == 0
 
 
 def test_memory_goes_back_with_the_last_tensor_that_uses_it() -> None:
@@ -47,73 +70,128 @@ def test_memory_goes_back_with_the_last_tensor_that_uses_it() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 7)), min_size=1, max_size=40))
 def test_what_is_out_keeps_its_bytes_whatever_is_given_up(steps: list[tuple[int, int]]) -> None:
-    slabs = Slabs()
+    ours = Slabs()
+    gc.collect()  # engines of other tests
+    before = in_pool()
     out: list[tuple[torch.Tensor, int]] = []
-    for number, (count, victim) in enumerate(steps):
+    most = 0
+    for number, (size, victim) in enumerate(steps):
         if len(out) > victim:
             slab, value = out.pop(victim)
             assert bool((slab == value).all())
-            slabs.put(slab)
-        slab = slabs.take(count)
-        assert slab.numel() == count and slabs.owns(slab.untyped_storage()._cdata)
+            del slab
+        slab = ours.take(size)
+        assert slab.numel() == size and ours.owns(slab.untyped_storage()._cdata)
+        assert size <= HUGE // 2 or slab.data_ptr() % mmap.PAGESIZE == 0
         out.append((slab.fill_(number % 251), number % 251))
+        del slab
+        found = in_pool()
+        most = max(most, found.live)
+        assert found.live + found.kept <= max(most, before.live + before.kept)
     starts = sorted((slab.data_ptr(), slab.numel()) for slab, _ in out)
-    assert all(one + count <= other for (one, count), (other, _) in itertools.pairwise(starts))
+    assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(starts))
     for slab, value in out:
         assert bool((slab == value).all())
+    del slab
+    out.clear()
+    assert in_pool().live == before.live
 
 
-def test_pages_of_what_is_given_up_are_not_faulted_in_again() -> None:
-    if not pages.MOVABLE:
-        pytest.skip("this system has no mremap")
-    slabs = Slabs()
-    large = slabs.take(16 * HUGE).fill_(7)
-    slabs.put(large)
+def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: ctypes.CDLL) -> None:
+    ours = Slabs()
+    large = ours.take(16 * HUGE).fill_(7)
     del large
-    small = [slabs.take(4 * HUGE) for _ in range(4)]
+    small = [ours.take(4 * HUGE) for _ in range(2)]
+    parts = [ours.take(HUGE // 2) for _ in range(16)]
     # Fresh ones would be zero.
-    assert all(bool((slab == 7).all()) for slab in small)
-    for slab in small:
-        slabs.put(slab)
-    del slab, small
-    assert bool((slabs.take(16 * HUGE) == 7).all())
+    assert all(bool((slab == 7).all()) for slab in small + parts)
+    mapped = in_pool().mapped
+    del small, parts
+    assert bool((ours.take(16 * HUGE) == 7).all())
+    assert in_pool().mapped == mapped
 
 
-def test_no_more_is_kept_than_was_ever_out() -> None:
-    slabs = Slabs()
+def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: ctypes.CDLL) -> None:
+    ours = Slabs()
+    parts = [ours.take(HUGE // 3 - mmap.PAGESIZE) for _ in range(6)]
+    held = in_pool()
+    assert held.kept == 0
+    pages = {part.data_ptr() // HUGE for part in parts}
+    assert len(pages) == 2
+    lone = parts[0]
+    del parts
+    assert in_pool().kept == HUGE and in_pool().live == held.live - HUGE
+    del lone
+    assert in_pool().kept == 2 * HUGE
+
+
+def test_no_more_is_kept_than_was_ever_out(pool: ctypes.CDLL) -> None:
+    ours = Slabs()
     before = resident()
-    for count in (16 * HUGE, 5 * HUGE + 123, 3 * HUGE, 16 * HUGE, HUGE + 4097):
+    for size in (16 * HUGE, 5 * HUGE + 123, 3 * HUGE, HUGE // 2, 16 * HUGE, HUGE + 4097):
         for _ in range(3):
-            held = [slabs.take(count).fill_(1) for _ in range(16 * HUGE // count)]
-            while held:
-                slabs.put(held.pop())
+            held = [ours.take(size).fill_(1) for _ in range(16 * HUGE // size)]
+            held.clear()
             assert resident() < before + 16 * HUGE + (8 << 20)
-    slabs.trim(2 * HUGE)
+    trim(2 * HUGE)
+    assert in_pool().kept <= 2 * HUGE
     assert resident() < before + 2 * HUGE + (8 << 20)
 
 
-def test_who_still_looks_at_what_was_given_up_finds_it() -> None:
-    slabs = Slabs()
-    slab = slabs.take(4 * HUGE).fill_(3)
+def test_who_still_looks_at_what_was_given_up_finds_it(either: str) -> None:
+    ours = Slabs()
+    slab = ours.take(4 * HUGE).fill_(3)
+    key = slab.untyped_storage()._cdata
     seen = slab[5:]
-    slabs.put(slab)
     del slab
-    other = slabs.take(3 * HUGE)
+    assert ours.owns(key)
+    other = ours.take(3 * HUGE)
     other.fill_(4)
     assert bool((seen == 3).all())
+    del seen
+    assert not ours.owns(key)
 
 
-def test_without_mappings_to_spare_pages_are_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not pages.MOVABLE:
-        pytest.skip("this system has no mremap")
-    slabs = Slabs()
-    slabs.put(slabs.take(4 * HUGE).fill_(7))
-    monkeypatch.setattr(pages._libc, "mremap", lambda *_: pages._FAILED)
-    before = resident()
-    slab = slabs.take(3 * HUGE)
-    assert not slab.any()
-    slab.fill_(1)
-    assert resident() <= before + (1 << 20)
+def test_many_threads_take_and_give_at_once(pool: ctypes.CDLL) -> None:
+    ours, wrong = Slabs(), list[str]()
+    before = in_pool().live
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        held: list[tuple[torch.Tensor, int]] = []
+        for number in range(300):
+            value = (seed * 31 + number) % 251
+            held.append((ours.take(draw.choice(SIZES[:-2])).fill_(value), value))
+            if len(held) > 6:
+                slab, value = held.pop(draw.randrange(len(held)))
+                if not bool((slab == value).all()):
+                    wrong.append(f"thread {seed}, step {number}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert in_pool().live == before
+
+
+def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(pool: ctypes.CDLL) -> None:
+    ours = Slabs()
+    ours.take(3 * HUGE)
+    with pytest.raises(MemoryError, match=r"mmap of \d+ bytes"):
+        ours.take(1 << 62)
+    assert ours.take(3 * HUGE).numel() == 3 * HUGE
+
+
+def test_a_backend_that_is_closed_keeps_nothing(pool: ctypes.CDLL) -> None:
+    backend = CpuBackend()
+    memory = backend.allocate("device", 32 * HUGE).fill_(1)
+    backend.free("device", memory)
+    del memory
+    assert in_pool().kept == 32 * HUGE
+    backend.close()
+    assert in_pool().kept == 0
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -123,9 +201,11 @@ def test_memory_that_an_evaluation_asked_for_can_be_trained(tier: str) -> None:
     with torch.inference_mode():
         first = backend.allocate(tier, 12345)
         assert not first.is_inference() and not first[4:].is_inference()
+        place = first.data_ptr()
         backend.free(tier, first)
+        del first
         again = backend.allocate(tier, 12345)
-    assert again is first and not again.is_inference()
+    assert again.data_ptr() == place and not again.is_inference()
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.data = again[:12].view(torch.float32)
     (parameter * parameter).sum().backward()
@@ -140,13 +220,3 @@ def test_registered_memory_that_an_evaluation_asked_for_can_be_trained() -> None
         assert not memory.is_inference()
         arena.put(memory)
         assert not arena.take(4096).is_inference()
-
-
-def test_slabs_that_nobody_holds_give_their_loose_pages_back() -> None:
-    slabs = Slabs()
-    slabs.put(slabs.take(32 * HUGE).fill_(1))
-    slabs.take(HUGE)
-    before = resident()
-    del slabs
-    gc.collect()
-    assert resident() < before - 24 * HUGE

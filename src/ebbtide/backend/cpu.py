@@ -1,7 +1,7 @@
 """The CPU as a device: a RAM budget that chunks are really copied into and out of.
 
-Note [one heap of slabs]: device and host tier are both RAM here, so a slab freed by one tier serves the
-other. An evicted chunk's slab is what the next chunk lands in, and RSS stays at what is reserved.
+Note [one pool of slabs]: device and host tier are both RAM here, so what one tier frees serves the other. An evicted
+chunk's memory is what the next chunk lands in, and RSS stays at what is reserved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.heap import keeps_freed_memory
-from ebbtide.backend.slabs import Slabs, users
+from ebbtide.backend.slabs import Slabs, in_pool, trim, users
 from ebbtide.kernels import cpu_kernels
 
 
@@ -120,16 +120,15 @@ class CpuBackend:
         self._slabs = Slabs()
         self._lock = threading.Lock()
         self._held: dict[str, int] = {"device": 0, "host": 0}
-        self._freed: deque[tuple[str, torch.Tensor]] = deque()
+        self._freed: deque[tuple[str, int]] = deque()
         self._streams = {link: Stream(f"ebbtide-{link}") for link in ("host_to_device", "device_to_host")}
 
     def limit(self, count: int) -> None:
         """Nothing backs a budget here but the ledger."""
 
     def allocate(self, tier: str, count: int) -> torch.Tensor:
+        slab = self._slabs.take(count)
         with self._lock:
-            self._take_back()
-            slab = self._slabs.take(count)
             self._held[tier] += count
         return slab
 
@@ -137,21 +136,12 @@ class CpuBackend:
         if self._poison:
             # All bits set is a NaN in every floating dtype. No operator: a trace would take it for the model's.
             ctypes.memset(memory.data_ptr(), 0xFF, memory.numel())
-        # Whoever allocates next takes it back: the collector may free what an engine left, where a thread has the lock.
-        self._freed.append((tier, memory))
-
-    def _take_back(self) -> None:
-        while self._freed:
-            tier, memory = self._freed.popleft()
-            self._held[tier] -= memory.numel()
-            self._slabs.put(memory)
+        # Whoever asks next counts it: the collector may free what an engine left, where a thread has the lock.
+        self._freed.append((tier, memory.numel()))
 
     def trim(self, most: int) -> None:
-        if keeps_freed_memory():
-            return
-        with self._lock:
-            self._take_back()
-            self._slabs.trim(most)
+        if not keeps_freed_memory():
+            trim(most)
 
     def mark(self) -> CopyEvent:
         return OVER
@@ -185,6 +175,7 @@ class CpuBackend:
         limit = _cgroup_limit()
         if limit is not None:
             free = min(free, limit - psutil.Process(os.getpid()).memory_info().rss)
+        free += in_pool().kept
         return {"device": free, "host": free}
 
     def capacity(self) -> dict[str, int]:
@@ -197,12 +188,15 @@ class CpuBackend:
 
     def held(self) -> dict[str, int]:
         with self._lock:
-            self._take_back()
+            while self._freed:
+                tier, count = self._freed.popleft()
+                self._held[tier] -= count
             return dict(self._held)
 
     def close(self) -> None:
         for stream in self._streams.values():
             stream.close()
+        trim(0)
 
 
 def _cgroup_limit() -> int | None:

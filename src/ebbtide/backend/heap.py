@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 
+from ebbtide.backend.slabs import native, trim
+from ebbtide.kernels.build import BuildError, allocator
+
+LARGE = 1 << 18
+"""Tensors from here on are the pool's. What is smaller comes and goes without a fragment to speak of."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST, _SPARING = 2**31 - 1, 32 << 20
 """The threshold from which a block is a mapping of its own, freed to the kernel. Older glibc takes no more than the
 second, which maps logits and the gradients of embeddings, and no activation that others fit beside."""
-
-
 _MAPPED = (4 << 20) + 1
 """Blocks of more than 4 MiB, a mapping of their own each: gradients of large matrices, logits. Smaller ones, most
 activations among them, would cost more time than memory."""
@@ -21,41 +25,51 @@ _kept = False
 
 
 def keeps_freed_memory() -> bool:
-    """Whether the heap has its highest tide for good, so that others who give memory back gain nothing."""
+    """Whether chunks that give memory back make none for others: those have it already."""
     return _kept
 
 
-def return_freed_memory() -> None:
-    """Tells glibc to give what is freed back to the kernel, in place of keeping all blocks like those it once freed.
+def tune_memory(scarce: bool) -> None:
+    """Torch's large tensors have what chunks leave, and chunks what they leave: one pool, no larger than its tide.
 
-    For a process whose memory is scarce: what it takes follows what it uses, without the fragments of a heap of
-    gradients and activations that come and go (a third of a gigabyte for a model of 350M), for a few hundredths of
-    its time.
+    Every step allocates the activations and gradients of the one before. Given back to the kernel, each of their pages
+    is faulted in and cleared anew: up to a quarter of a step on a CPU. Kept by the heap, fragments of it are never used
+    again: a gigabyte for a model of 350M. Call it once the engine holds the model: what was freed on the way there (the
+    weights as they were built) is given back for good.
+
+    Where torch's allocator can't be replaced, it is one or the other: `scarce` memory is given back.
     """
     global _kept
-    _kept = False
     libc = _glibc()
     if libc is not None:
-        libc.mallopt(_MMAP_THRESHOLD, _MAPPED)
-
-
-def keep_freed_memory(sparing: bool = False) -> None:
-    """Tells glibc to keep what is freed for the next allocation, instead of giving it back to the kernel.
-
-    Every step allocates the activations of the one before. Given back, each of their pages is faulted in and
-    zeroed anew: up to a quarter of a step on a CPU. Call it once the engine holds the model: what was freed on
-    the way there (the weights as they were built) is given back for good. `sparing`: but for the few largest blocks,
-    in whose holes small ones would settle (0.24 GB of a 1B model with 256 tokens, for a twentieth of its time).
-    """
-    global _kept
-    libc = _glibc()
+        libc.malloc_trim(0)
+    trim(0)
+    _kept = _use_pool() or not scarce
     if libc is None:
         return
-    _kept = True
-    libc.malloc_trim(0)
+    if not _kept:
+        libc.mallopt(_MMAP_THRESHOLD, _MAPPED)
+        return
     libc.mallopt(_TRIM_THRESHOLD, _NEVER)
-    if sparing or not libc.mallopt(_MMAP_THRESHOLD, _LARGEST):
+    if not libc.mallopt(_MMAP_THRESHOLD, _LARGEST):
         libc.mallopt(_MMAP_THRESHOLD, _SPARING)
+
+
+@functools.cache
+def _use_pool() -> bool:
+    """Whether torch's large tensors are the pool's from here on."""
+    pool = native()
+    try:
+        library = allocator().load() if pool is not None else None
+    except (BuildError, OSError):
+        return False  # slower or larger, never wrong: what is without a compiler has been said by the kernels
+    if library is None or pool is None:
+        return False
+    library.allocator_use.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    library.allocator_use.restype = None
+    entries = (ctypes.cast(function, ctypes.c_void_p) for function in (pool.pages_take, pool.pages_give))
+    library.allocator_use(*entries, LARGE)
+    return True
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -1,88 +1,83 @@
-"""Mapped host memory, by size, kept for reuse.
+"""Memory of chunks, from the pool of the process: fresh memory is dear, so what one leaves the next one has.
 
-Fresh memory costs four times a refill on first touch, so what is freed is kept; it is given up only when more of other
-sizes is asked for than was ever handed out at once, and then its huge pages go to what is asked for (`backend.pages`).
+Where torch's own tensors are the pool's, too (`backend.heap`), what activations leave is for chunks, and the other way
+round. Without the native library every slab is mapped anew.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
 import weakref
-from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from ebbtide.backend.pages import HUGE, Mapping, give_back
+from ebbtide.backend.pages import map_memory, out_of_memory, tensor_at
+from ebbtide.kernels.build import load
 
 
 class Slabs:
-    def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._kept = 0
-        """Bytes of free slabs and of loose pages."""
-        self._out = 0
-        self._most = 0
-        self._mappings: dict[int, Mapping] = {}
-        """By storage."""
-        self._loose: list[int] = []
-        """Huge pages of slabs that were given up, by address."""
-        weakref.finalize(self, give_back, self._loose).atexit = False
+    """Those of one backend."""
 
-    def owns(self, storage: int) -> bool:
-        return storage in self._mappings
+    def __init__(self) -> None:
+        self._ours: set[int] = set()
+        """Storages that are still looked at."""
+        # Whoever is left has no use for what these were.
+        weakref.finalize(self, trim, 0).atexit = False
 
     def take(self, count: int) -> torch.Tensor:
-        self._out += count
-        self._most = max(self._most, self._out)
-        stack = self._free[count]
-        if stack:
-            self._kept -= count
-            return stack.pop()
-        return self._map(count)
-
-    def put(self, slab: torch.Tensor) -> None:
-        count = slab.numel()
-        self._out -= count
-        self._kept += count
-        self._free[count].append(slab)
-
-    def trim(self, most: int) -> None:
-        """Gives back what is free until no more than `most` bytes of it are kept."""
-        self._keep(most, 0)
-
-    def _map(self, count: int) -> torch.Tensor:
-        mapping = Mapping(count)
-        wanted = mapping.wanted
-        self._keep(self._most - self._out, wanted)
-        # Neighbours stay neighbours: to the kernel they are one mapping then.
-        first = max(0, len(self._loose) - wanted)
-        pages = self._loose[first:]
-        del self._loose[first:]
-        self._kept -= len(pages) * HUGE
-        mapping.move_in(pages)
-        slab = mapping.tensor()
-        self._mappings[slab.untyped_storage()._cdata] = mapping
+        """Whoever takes it has it until nobody looks at it."""
+        ours, keys = self._ours, list[int]()
+        slab = _taken(count, lambda: ours.difference_update(keys))
+        keys.append(slab.untyped_storage()._cdata)
+        ours.update(keys)
         return slab
 
-    def _keep(self, most: int, wanted: int) -> None:
-        """Gives up slabs until no more than `most` bytes are kept beside `wanted` of the loose pages."""
-        sizes = sorted(self._free, reverse=True)
-        while self._kept - HUGE * min(wanted, len(self._loose)) > most:
-            if len(self._loose) > wanted:
-                give_back([self._loose.pop()])
-                self._kept -= HUGE
-                continue
-            while sizes and not self._free[sizes[0]]:
-                del sizes[0]
-            if not sizes:
-                return
-            self._give_up(self._free[sizes[0]].pop())
+    def owns(self, storage: int) -> bool:
+        return storage in self._ours
 
-    def _give_up(self, slab: torch.Tensor) -> None:
-        mapping = self._mappings.pop(slab.untyped_storage()._cdata)
-        # Somebody may look at what was there, long after: that stays mapped as long as they do.
-        pages = mapping.take_apart() if users(slab) == _OURS else []
-        self._loose += pages
-        self._kept -= slab.numel() - HUGE * len(pages)
+
+def _taken(count: int, end: Callable[[], None]) -> torch.Tensor:
+    pool = native()
+    if pool is None:
+        return map_memory(count, end)
+    address = pool.pages_take(count)
+    if address is None:
+        raise out_of_memory(count, errno.ENOMEM)
+
+    def give() -> None:
+        end()
+        pool.pages_give(address)
+
+    return tensor_at(address, count, give)
+
+
+def trim(most: int) -> None:
+    """Gives back to the system what is kept for reuse until no more than `most` bytes of it are left."""
+    pool = native()
+    if pool is not None:
+        pool.pages_trim(most)
+
+
+@dataclass(frozen=True)
+class Pool:
+    live: int
+    """Bytes that are out."""
+    kept: int
+    """Bytes that are kept for reuse."""
+    mapped: int
+    """Bytes that were ever fresh."""
+
+
+def in_pool() -> Pool:
+    pool = native()
+    found = (ctypes.c_size_t * 3)()
+    if pool is not None:
+        pool.pages_count(found)
+    return Pool(*found)
 
 
 def users(memory: torch.Tensor) -> int:
@@ -90,5 +85,12 @@ def users(memory: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
 
 
-_OURS = users(torch.empty(1))
-"""Of a tensor that nothing else shares a storage with."""
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    pool = load()
+    if pool is not None:
+        pool.pages_take.argtypes, pool.pages_take.restype = (ctypes.c_size_t,), ctypes.c_void_p
+        pool.pages_give.argtypes, pool.pages_give.restype = (ctypes.c_void_p,), ctypes.c_int
+        pool.pages_trim.argtypes, pool.pages_trim.restype = (ctypes.c_size_t,), None
+        pool.pages_count.argtypes, pool.pages_count.restype = (ctypes.c_void_p,), None
+    return pool

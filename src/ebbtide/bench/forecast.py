@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.backend.heap import keep_freed_memory
+from ebbtide.backend.heap import tune_memory
 from ebbtide.bench.steps import Ours, alone, tokens
 from ebbtide.config import Config
 from ebbtide.doctor.examine import BRIEF, FULL, Effort, examine
@@ -136,7 +136,7 @@ class _Journal:
 def _examine(folder: Path, effort: Effort) -> Machine:
     """The heap is kept, as it is where steps are measured: operators whose results are faulted in anew each time are a
     fifth as fast."""
-    keep_freed_memory()
+    tune_memory(scarce=False)
     return examine(folder, effort).machine
 
 
@@ -241,7 +241,7 @@ def _measured(case: Case, path: Path, config: Config, folder: Path, repeats: int
     # From the meta device, chunk by chunk: the weights in fp32 beside their chunks would be too much for large models.
     module = find_model(case.model).on_meta()
     ours = Ours(case.model, tokens(case.model, BATCH, case.seq), settings.to_dict(), module=module)
-    keep_freed_memory()  # what building took goes back, what steps free is kept
+    tune_memory(scarce=False)  # what building took goes back, what steps free is kept
     try:
         for _ in range(WARM_UP):
             ours.step()

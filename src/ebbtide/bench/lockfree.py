@@ -1,9 +1,12 @@
 """Lock-free updates against exact ones where the disk is the bottleneck: steps a second, staleness, and what is learnt.
 
-Most of the optimizer state is on SSD and the sequence is short. Two processes train the same model on the same text
-from the same weights, in turn, each for the same number of seconds at a time; between turns pending updates end, and
-text that is not trained on is evaluated, neither of which counts. In each turn the first steps are left out of the
-rates: they would owe their updates to those that come after.
+Most of the optimizer state is on SSD and the sequence is short. Engines train the same model on the same text from the
+same weights, each in a process of its own, in turn, for the same number of seconds at a time; between turns pending
+updates end, and text that is not trained on is evaluated, neither of which counts. In each turn the first steps are left
+out of the rates: they would owe their updates to those that come after.
+
+Lock-free updates hold a copy of the parameters and gradients that wait in RAM, for which exact ones have a use, too. So
+there are two exact engines: one with as much of its state on SSD, in the RAM that this takes, and one with as much RAM.
 
 Or by steps: from a checkpoint of exact ones, both go on for as many.
 """
@@ -14,14 +17,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ebbtide.backend.heap import keep_freed_memory
+from ebbtide.backend.heap import tune_memory
 from ebbtide.bench.budgets import for_share
-from ebbtide.bench.steps import in_process, suited
+from ebbtide.bench.steps import in_process, median_ratio, suited
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import Batches, find_model
@@ -30,6 +34,7 @@ MODEL = "gpt2-350m"
 EVALUATED = 16
 """Batches of the text that is not trained on."""
 GB = 10**9
+EXACT, EQUAL_RAM, FREE = "exact", "exact with as much RAM", "lock-free"
 
 
 def run(
@@ -50,24 +55,28 @@ def run(
     precision = suited(precision)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         kinds = _kinds(model, share, batch, seq, max_staleness, precision, Path(scratch))
-        report(f"{model}: two engines are made")
-        with (
-            in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact,
-            in_process(_start, _end, model, batch, seq, train, valid, kinds["lock-free"]) as free,
-        ):
-            pair = {"exact": exact, "lock-free": free}
-            begun = {kind: process.submit(_evaluate).result() for kind, process in pair.items()}
-            found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in pair}
+        report(f"{model}: {len(kinds)} engines are made")
+        with ExitStack() as stack:
+            processes = {
+                kind: stack.enter_context(in_process(_start, _end, model, batch, seq, train, valid, settings))
+                for kind, settings in kinds.items()
+            }
+            begun = {kind: process.submit(_evaluate).result() for kind, process in processes.items()}
+            found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
             for number in range(turns):
-                for kind, process in pair.items():
+                for kind, process in processes.items():
                     found[kind].append(process.submit(_turn, seconds, max_staleness + 2).result())
                     done = found[kind][-1]
                     report(
                         f"turn {number + 1}, {kind}: {done['steps_per_second']:.3g} steps a second, "
                         f"loss {done['valid_loss']:.4g}"
                     )
-            facts = {kind: process.submit(_facts).result() for kind, process in pair.items()}
+            facts = {kind: process.submit(_facts).result() for kind, process in processes.items()}
     rates = {kind: [one["steps_per_second"] for one in rows] for kind, rows in found.items()}
+
+    def speed_up(other: str) -> float:
+        return median_ratio(rates[FREE], rates[other])
+
     return {
         "model": model,
         "batch": batch,
@@ -75,8 +84,9 @@ def run(
         "precision": precision,
         "seconds_a_turn": seconds,
         "max_staleness": max_staleness,
-        "speed_up": statistics.median(b / a for a, b in zip(rates["exact"], rates["lock-free"], strict=True)),
-        **{kind.replace("-", "_"): _summary(found[kind], begun[kind], facts[kind]) for kind in kinds},
+        "speed_up": speed_up(EXACT),
+        "speed_up_at_equal_ram": speed_up(EQUAL_RAM),
+        **{_key(kind): _summary(found[kind], begun[kind], facts[kind]) for kind in kinds},
     }
 
 
@@ -98,8 +108,9 @@ def go_on(
     precision = suited(precision)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         kinds = _kinds(model, share, batch, seq, max_staleness, precision, Path(scratch))
+        del kinds[EQUAL_RAM]  # the same numbers, whatever is where
         saved = Path(scratch) / "saved"
-        with in_process(_start, _end, model, batch, seq, train, valid, kinds["exact"]) as exact:
+        with in_process(_start, _end, model, batch, seq, train, valid, kinds[EXACT]) as exact:
             exact.submit(_steps, first).result()
             begun = exact.submit(_evaluate).result()
             exact.submit(_save, saved).result()
@@ -121,29 +132,34 @@ def go_on(
         "precision": precision,
         "max_staleness": max_staleness,
         "steps": [first, more],
-        "loss_ratio": ends["lock-free"] / ends["exact"],
-        **{kind.replace("-", "_"): one for kind, one in found.items()},
+        "loss_ratio": ends[FREE] / ends[EXACT],
+        **{_key(kind): one for kind, one in found.items()},
     }
 
 
 def _kinds(
     model: str, share: float, batch: int, seq: int, max_staleness: int, precision: str, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """The settings of either engine: as much RAM for both, so that exact updates have less of the state on SSD."""
+    """The settings of each engine: who has `share` of its state on SSD, or as much RAM as one that has."""
     common: dict[str, Any] = {
         "precision": precision,
         "clip": 1.0,
         "optimizer": {"lr": 1e-4},
         "max_staleness": max_staleness,
     }
-    free = common | {"updates": "lock-free"}
-    budgets = for_share(free, model, share, batch, seq, state_alone=True)
-    found = {}
-    for kind in ("exact", "lock-free"):
-        (folder / kind).mkdir()
-        ssd = budgets["ssd"] | {"folder": str(folder / kind)}
-        found[kind] = common | budgets | {"updates": kind, "ssd": ssd}
-    return found
+    exact, free = common | {"updates": "exact"}, common | {"updates": "lock-free"}
+
+    lean = for_share(exact, model, share, batch, seq)
+    ample = for_share(free, model, share, batch, seq, state_alone=True)
+    kinds = {EXACT: exact | lean, EQUAL_RAM: exact | ample, FREE: free | ample}
+    for kind, settings in kinds.items():
+        (folder / _key(kind)).mkdir()
+        settings["ssd"] = settings["ssd"] | {"folder": str(folder / _key(kind))}
+    return kinds
+
+
+def _key(kind: str) -> str:
+    return kind.replace("-", "_").replace(" ", "_")
 
 
 def _summary(rows: list[dict[str, Any]], begun: float, facts: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +185,7 @@ def _start(
     config = Config.read(settings)
     torch.manual_seed(0)
     engine = Engine(spec.on_meta(), config, tiers=open_tiers(config))
-    keep_freed_memory()
+    tune_memory(scarce=False)
     batches = {
         name: Batches(spec, text, batch, seq, 0) for name, text in (("train", train), ("valid", valid))
     }

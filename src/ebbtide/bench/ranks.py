@@ -94,11 +94,11 @@ def _rank(
     seq: int,
     repeats: int,
 ) -> None:
-    from ebbtide.backend.heap import keep_freed_memory
+    from ebbtide.backend.heap import tune_memory
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
-    keep_freed_memory()
+    tune_memory(scarce=False)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         found = _measure(rank, size, model, batch, seq, repeats)

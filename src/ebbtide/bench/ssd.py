@@ -3,8 +3,7 @@
 RAM is one tier; its budget leaves a share of the optimizer state to the disk, by the plan. Every engine runs in a
 process of its own, in turn with a process that does forward and backward alone, so that both see the same machine.
 All ceilings are measured in the same run, and what the disk gives to reads and writes at once in every turn: it is
-not the same all the time. The engine's process gives freed memory back (`backend.heap`): fragments of the heap would
-hide what the budget is worth.
+not the same all the time. All processes have their memory as the command has it (`backend.heap`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from ebbtide.backend.heap import return_freed_memory
+from ebbtide.backend.heap import tune_memory
 from ebbtide.bench.budgets import for_share
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, suited, tokens
 from ebbtide.doctor import disk as disks
@@ -180,6 +179,7 @@ _held: dict[str, Any] = {}
 
 def _start_plain(model: str, seq: int, precision: str) -> None:
     module = drawn_quickly(find_model(model)).to(PRECISIONS[precision])
+    tune_memory(scarce=True)
     _held.update(module=module, batch=tokens(model, 1, seq))
 
 
@@ -196,7 +196,7 @@ def _plain_pass() -> tuple[float, float]:
 
 def _start_engine(model: str, seq: int, config: dict[str, Any]) -> None:
     module = find_model(model).on_meta()
-    return_freed_memory()
+    tune_memory(scarce=True)
     ours = Ours(model, tokens(model, 1, seq), {"optimizer": {"lr": LR}, **config}, module=module)
     _held.update(ours=ours)
 

@@ -50,10 +50,10 @@ def overhead(
 ) -> None:
     """A step with everything resident against plain PyTorch's."""
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.backend.heap import keep_freed_memory
+    from ebbtide.backend.heap import tune_memory
     from ebbtide.bench.overhead import run
 
-    keep_freed_memory()
+    tune_memory(scarce=False)
     _print(run(**options), json)
 
 
@@ -68,10 +68,10 @@ def offload(
 ) -> None:
     """A step under ever smaller device budgets against the resident one."""
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.backend.heap import keep_freed_memory
+    from ebbtide.backend.heap import tune_memory
     from ebbtide.bench.offload import run
 
-    keep_freed_memory()
+    tune_memory(scarce=False)
     _print(run(**options), json)
 
 
@@ -126,7 +126,7 @@ def lockfree(
     share: Annotated[float, Option(help="Of the optimizer state, on SSD.")] = 0.9,
     batch: Batch = 1,
     seq: Seq = 64,
-    turns: Annotated[int, Option(help="Of each of the two engines.")] = 3,
+    turns: Annotated[int, Option(help="Of each engine.")] = 3,
     seconds: Annotated[float, Option(help="That an engine trains for in a turn.")] = 30.0,
     max_staleness: Annotated[int, Option(help="Steps that values may be behind.")] = 4,
     after: Annotated[

@@ -31,10 +31,10 @@ def doctor(
         out.parent.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
-    from ebbtide.backend.heap import keep_freed_memory
+    from ebbtide.backend.heap import tune_memory
     from ebbtide.doctor.examine import FULL, QUICK, examine
 
-    keep_freed_memory()
+    tune_memory(scarce=False)
     begin = time.perf_counter()
     with Console(stderr=True).status("") as status:
         found = examine(folder, QUICK if quick else FULL, lambda what: status.update(f"measuring: {what}"))

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from ebbtide.backend.heap import keep_freed_memory, return_freed_memory
+from ebbtide.backend.heap import tune_memory
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.options import Task
 from ebbtide.cli.signals import waiting
@@ -71,10 +71,7 @@ class Training:
             checkpoint_activations(module, task.model)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.engine = initialize(module, config)
-        if config.ssd.memory:
-            return_freed_memory()  # RAM is short, else there would be no disk
-        else:
-            keep_freed_memory(sparing=config.updates == "in-backward")  # chosen for the memory that it saves
+        tune_memory(scarce=bool(config.ssd.memory))  # RAM is short, else there would be no disk
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
         self._ended = False

@@ -1,4 +1,4 @@
-"""Compile the native kernels, find them, load them. `python -m ebbtide.kernels.build` does it ahead of use.
+"""Compile the native libraries, find them, load them. `python -m ebbtide.kernels.build` does it ahead of use.
 
 The library lies beside its source, or in the user's cache folder where that can't be written. Its name
 carries a hash of source and flags: another version never loads it. Without a compiler: a warning, and the
@@ -15,23 +15,89 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = (FOLDER / "adam.cpp", FOLDER / "crc.cpp")
 EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """No contraction; the other two free the compiler to vectorise and change no result."""
-FLAGS = ("-O3", "-fPIC", "-shared", "-std=c++17", *EXACT)
+FLAGS = ("-fPIC", "-shared", "-std=c++17")
 
 
 class BuildError(Exception):
     """The kernels could not be compiled; the text says why."""
 
 
-def file_name() -> str:
-    identity = hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES))
-    identity.update(" ".join((*FLAGS, platform.system(), platform.machine())).encode())
-    return f"_kernels_{identity.hexdigest()[:16]}.so"
+@dataclass(frozen=True)
+class Library:
+    name: str
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...]
+    belongs_to: str = ""
+    """What else it is compiled against."""
+
+    @property
+    def file_name(self) -> str:
+        identity = hashlib.sha256(b"".join(source.read_bytes() for source in self.sources))
+        identity.update(
+            " ".join((*self.flags, platform.system(), platform.machine(), self.belongs_to)).encode()
+        )
+        return f"_{self.name}_{identity.hexdigest()[:16]}.so"
+
+    def find(self) -> Path | None:
+        return next((path for folder in folders() if (path := folder / self.file_name).exists()), None)
+
+    def build(self) -> Path:
+        """Compile into the first folder that can be written; raises BuildError."""
+        command = compiler()
+        if command is None:
+            raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
+        folder = next(filter(_can_write, folders()), None)
+        if folder is None:
+            raise BuildError(f"none of {', '.join(map(str, folders()))} can be written")
+        target = folder / self.file_name
+        handle, scratch = tempfile.mkstemp(prefix="_building_", suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            done = subprocess.run(
+                [command, *map(str, self.sources), *self.flags, "-o", scratch], capture_output=True, text=True
+            )
+            if done.returncode != 0:
+                raise BuildError(f"{command} failed:\n{done.stderr.strip()}")
+            os.chmod(scratch, 0o755)
+            os.replace(scratch, target)
+        finally:
+            Path(scratch).unlink(missing_ok=True)
+        if folder == FOLDER:
+            for old in folder.glob(f"_{self.name}_*.so"):
+                if old != target:
+                    old.unlink(missing_ok=True)
+        return target
+
+    def load(self) -> ctypes.CDLL:
+        """Compiled on first use; raises BuildError or OSError."""
+        return ctypes.CDLL(str(self.find() or self.build()))
+
+
+KERNELS = Library(
+    "kernels",
+    tuple(FOLDER / name for name in ("adam.cpp", "crc.cpp", "pages.cpp")),
+    ("-O3", *FLAGS, *EXACT),
+)
+
+
+def allocator() -> Library:
+    """What torch's allocator is replaced with, for the torch that is installed."""
+    import torch
+
+    place = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return Library(
+        "allocator",
+        (FOLDER / "allocator.cpp",),
+        ("-O2", *FLAGS, abi, f"-I{place / 'include'}", f"-L{place / 'lib'}", "-lc10"),
+        torch.__version__,
+    )
 
 
 def folders() -> tuple[Path, Path]:
@@ -40,41 +106,9 @@ def folders() -> tuple[Path, Path]:
     return FOLDER, Path(cache) / "ebbtide"
 
 
-def find() -> Path | None:
-    return next((path for folder in folders() if (path := folder / file_name()).exists()), None)
-
-
 def compiler() -> str | None:
     candidates = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
-
-
-def build() -> Path:
-    """Compile into the first folder that can be written; raises BuildError."""
-    command = compiler()
-    if command is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
-    folder = next(filter(_can_write, folders()), None)
-    if folder is None:
-        raise BuildError(f"none of {', '.join(map(str, folders()))} can be written")
-    target = folder / file_name()
-    handle, scratch = tempfile.mkstemp(prefix="_building_", suffix=".so", dir=folder)
-    os.close(handle)
-    try:
-        done = subprocess.run(
-            [command, *FLAGS, *map(str, SOURCES), "-o", scratch], capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            raise BuildError(f"{command} failed:\n{done.stderr.strip()}")
-        os.chmod(scratch, 0o755)
-        os.replace(scratch, target)
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-    if folder == FOLDER:
-        for old in folder.glob("_kernels_*.so"):
-            if old != target:
-                old.unlink(missing_ok=True)
-    return target
 
 
 def _can_write(folder: Path) -> bool:
@@ -89,7 +123,7 @@ def _can_write(folder: Path) -> bool:
 def load() -> ctypes.CDLL | None:
     """The native kernels, compiled on first use; None, after a warning, where that is not possible."""
     try:
-        return ctypes.CDLL(str(find() or build()))
+        return KERNELS.load()
     except (BuildError, OSError) as error:
         warnings.warn(
             f"ebbtide updates parameters through plain torch, about ten times as slow: {error}\n"
@@ -102,7 +136,8 @@ def load() -> ctypes.CDLL | None:
 
 def main() -> int:
     try:
-        print(build())
+        for library in (KERNELS, allocator()):
+            print(library.build())
     except (BuildError, OSError) as error:
         print(f"the native kernels were not built: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,279 @@
+// Large memory that comes and goes: what is given is kept for what is taken next.
+//
+// A fresh page is dear: the kernel clears it, and on a virtual machine its host may have to find it first. So a block
+// that is given is kept. One of the same size is handed out as it is; else others leave their huge pages to a new
+// mapping: mremap moves their entries in the page table, nothing is copied or cleared, and they stay huge, which direct
+// transfers to disks want. Blocks that are small beside a huge page share one, and leave it when the last of them is
+// given. No more is mapped than was ever out at once. Contents are undefined.
+//
+// One pool for the process: what chunks leave, activations and gradients have next (allocator.cpp).
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr size_t WHOLE = size_t(2) << 20;  // a huge page
+// Pages that have moved may be a mapping each to the kernel, and it has no more than 65,530 for a process.
+constexpr size_t MOVED_AT_MOST = size_t(1) << 14;
+constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
+constexpr int PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS;
+
+struct Block {
+  char *start;
+  size_t moved;  // of its huge pages, those that came from elsewhere
+};
+
+// A huge page in equal parts.
+struct Shared {
+  size_t part;
+  std::vector<char *> free;
+  size_t used;
+};
+
+struct Pool {
+  std::mutex lock;
+  std::unordered_map<void *, std::pair<size_t, size_t>> out;  // size and moved pages, by address
+  std::map<size_t, std::vector<Block>> kept;                  // by size; no empty ones
+  std::vector<char *> loose;                                  // huge pages that nobody has
+  std::unordered_map<char *, Shared> shared;                  // by huge page
+  std::unordered_map<size_t, std::set<char *>> roomy;         // shared pages that have free parts, by their size
+  size_t live = 0, spare = 0, most = 0, moved = 0;            // bytes out, bytes kept, their highest sum, pages
+  size_t mapped = 0;                                          // bytes that were ever fresh
+};
+
+// Never destroyed: at exit, tensors may go after whatever ends a library.
+Pool &pool() {
+  static Pool *made = [] {
+    // Else a child that is forked while another thread has the lock would wait for ever.
+    pthread_atfork([] { pool().lock.lock(); }, [] { pool().lock.unlock(); }, [] { pool().lock.unlock(); });
+    return new Pool;
+  }();
+  return *made;
+}
+
+size_t rounded(size_t count, size_t to) { return (count + to - 1) / to * to; }
+
+void ask_for_huge(char *start, size_t count) {
+#ifdef MADV_HUGEPAGE
+  // Private: the kernel has no huge pages for shared mappings unless an administrator asks for them.
+  madvise(start, count, MADV_HUGEPAGE);
+#endif
+}
+
+// Where it is large it begins at a huge page. Null where the system has none left.
+char *fresh(size_t count) {
+  const size_t slack = count >= WHOLE ? WHOLE : 0;
+  void *found = mmap(nullptr, count + slack, READ_WRITE, PRIVATE, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  char *first = static_cast<char *>(found);
+  if (!slack) return first;
+  char *start = reinterpret_cast<char *>(rounded(reinterpret_cast<uintptr_t>(first), WHOLE));
+  const size_t before = start - first;
+  if (before) munmap(first, before);
+  if (before < slack) munmap(start + count, slack - before);
+  ask_for_huge(start, count);
+  return start;
+}
+
+// Leaves its huge pages to whoever wants them; the rest goes back.
+void take_apart(Pool &all, size_t size, const Block &block) {
+  size_t whole = 0;
+#ifdef MREMAP_FIXED
+  whole = size / WHOLE * WHOLE;
+#endif
+  if (size > whole) munmap(block.start + whole, size - whole);
+  for (size_t place = 0; place < whole; place += WHOLE) all.loose.push_back(block.start + place);
+  all.moved -= block.moved;
+  all.spare -= size - whole;
+}
+
+// A kept block, out of the books: the largest, or the smallest.
+std::pair<size_t, Block> pop(Pool &all, bool largest) {
+  auto found = largest ? std::prev(all.kept.end()) : all.kept.begin();
+  std::pair<size_t, Block> block{found->first, found->second.back()};
+  found->second.pop_back();
+  if (found->second.empty()) all.kept.erase(found);
+  return block;
+}
+
+// Gives back to the system until no more than `most` bytes are kept: what is of least use to others first.
+void shrink(Pool &all, size_t most) {
+  while (all.spare > most) {
+    if (!all.kept.empty() && all.kept.begin()->first < WHOLE) {
+      const auto [size, block] = pop(all, false);
+      take_apart(all, size, block);
+    } else if (!all.loose.empty()) {
+      munmap(all.loose.back(), WHOLE);
+      all.loose.pop_back();
+      all.spare -= WHOLE;
+    } else {
+      const auto [size, block] = pop(all, true);
+      take_apart(all, size, block);
+    }
+  }
+}
+
+// Puts loose pages in the place of the first `wanted` ones of a fresh block, as far as there are any; how many, or -1
+// where the block has a hole now: the system could not even map what it just had.
+long move_in(Pool &all, char *start, size_t wanted) {
+  size_t done = 0;
+#ifdef MREMAP_FIXED
+  wanted = all.moved < MOVED_AT_MOST ? std::min(wanted, MOVED_AT_MOST - all.moved) : 0;
+  while (all.loose.size() < wanted && !all.kept.empty() && std::prev(all.kept.end())->first >= WHOLE) {
+    const auto [size, block] = pop(all, true);
+    take_apart(all, size, block);
+  }
+  // Neighbours stay neighbours: to the kernel they are one mapping then.
+  const size_t count = std::min(wanted, all.loose.size()), first = all.loose.size() - count;
+  bool whole = true;
+  for (; done < count; ++done) {
+    char *place = start + done * WHOLE;
+    if (mremap(all.loose[first + done], WHOLE, WHOLE, MREMAP_MAYMOVE | MREMAP_FIXED, place) != MAP_FAILED) continue;
+    // What was there may be gone (too many mappings, say): a fresh page takes its place.
+    whole = mmap(place, WHOLE, READ_WRITE, PRIVATE | MAP_FIXED_NOREPLACE, -1, 0) != MAP_FAILED || errno == EEXIST;
+    ask_for_huge(place, WHOLE);
+    break;
+  }
+  all.loose.erase(all.loose.begin() + first, all.loose.begin() + first + done);
+  all.spare -= done * WHOLE;
+  if (!whole) return -1;
+  all.moved += done;
+#endif
+  return static_cast<long>(done);
+}
+
+// A block that nobody kept: fresh, but for the pages that others leave it.
+bool make(Pool &all, size_t size, Block &block) {
+  block.start = fresh(size);
+  if (!block.start) {
+    shrink(all, 0);
+    block.start = fresh(size);
+  }
+  if (!block.start) return false;
+  const long moved = move_in(all, block.start, size / WHOLE);
+  if (moved < 0) munmap(block.start, size);
+  block.moved = moved < 0 ? 0 : moved;
+  all.mapped += size - block.moved * WHOLE;
+  return moved >= 0;
+}
+
+// A block that shares no page with others.
+void *take_whole(Pool &all, size_t size) {
+  Block block{nullptr, 0};
+  const auto same = all.kept.find(size);
+  if (same != all.kept.end()) {
+    block = same->second.back();
+    same->second.pop_back();
+    if (same->second.empty()) all.kept.erase(same);
+    all.spare -= size;
+  } else if (!make(all, size, block)) {
+    return nullptr;
+  }
+  all.out[block.start] = {size, block.moved};
+  all.live += size;
+  return block.start;
+}
+
+void give_whole(Pool &all, decltype(Pool::out)::iterator found) {
+  const auto [size, moved] = found->second;
+  all.kept[size].push_back({static_cast<char *>(found->first), moved});
+  all.out.erase(found);
+  all.live -= size;
+  all.spare += size;
+}
+
+// A part of a page that others have parts of, too.
+void *take_part(Pool &all, size_t part) {
+  std::set<char *> &roomy = all.roomy[part];
+  if (roomy.empty()) {
+    char *page = static_cast<char *>(take_whole(all, WHOLE));
+    if (!page) return nullptr;
+    Shared &made = all.shared[page] = {part, {}, 0};
+    for (size_t count = WHOLE / part; count--;) made.free.push_back(page + count * part);
+    roomy.insert(page);
+  }
+  char *page = *roomy.begin();  // the first, so that the last may become free
+  Shared &from = all.shared[page];
+  char *start = from.free.back();
+  from.free.pop_back();
+  ++from.used;
+  if (from.free.empty()) roomy.erase(page);
+  return start;
+}
+
+void give_part(Pool &all, decltype(Pool::shared)::iterator found, char *start) {
+  Shared &to = found->second;
+  char *page = found->first;
+  if (to.free.empty()) all.roomy[to.part].insert(page);
+  to.free.push_back(start);
+  if (--to.used) return;
+  all.roomy[to.part].erase(page);
+  all.shared.erase(found);
+  give_whole(all, all.out.find(page));
+}
+
+}  // namespace
+
+extern "C" {
+
+// Null where the system has no memory left to map.
+void *pages_take(size_t count) {
+  static const size_t page = sysconf(_SC_PAGESIZE);
+  if (count > SIZE_MAX / 2) return nullptr;
+  const size_t size = rounded(count ? count : 1, page);
+  Pool &all = pool();
+  const std::lock_guard<std::mutex> guard(all.lock);
+  // As large as fits in as often: sizes that differ by little share pages.
+  void *found = size <= WHOLE / 2 ? take_part(all, WHOLE / (WHOLE / size) / page * page) : take_whole(all, size);
+  all.most = std::max(all.most, all.live);
+  shrink(all, all.most - all.live);
+  return found;
+}
+
+// Whether it was taken here.
+int pages_give(void *address) {
+  Pool &all = pool();
+  const std::lock_guard<std::mutex> guard(all.lock);
+  char *start = static_cast<char *>(address);
+  const auto part = all.shared.find(start - reinterpret_cast<uintptr_t>(start) % WHOLE);
+  if (part != all.shared.end()) {
+    give_part(all, part, start);
+    return 1;
+  }
+  const auto found = all.out.find(address);
+  if (found == all.out.end()) return 0;
+  give_whole(all, found);
+  return 1;
+}
+
+// Gives back what is kept until it is no more than `most` bytes; what is mapped now is the most that will be.
+void pages_trim(size_t most) {
+  Pool &all = pool();
+  const std::lock_guard<std::mutex> guard(all.lock);
+  shrink(all, most);
+  all.most = all.live + all.spare;
+}
+
+// Bytes that are out, that are kept, and that were ever fresh.
+void pages_count(size_t *found) {
+  Pool &all = pool();
+  const std::lock_guard<std::mutex> guard(all.lock);
+  found[0] = all.live;
+  found[1] = all.spare;
+  found[2] = all.mapped;
+}
+}
