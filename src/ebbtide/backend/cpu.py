@@ -129,6 +129,7 @@ class CpuBackend:
     def allocate(self, tier: str, count: int) -> torch.Tensor:
         slab = self._slabs.take(count)
         with self._lock:
+            self._take_back()
             self._held[tier] += count
         return slab
 
@@ -136,8 +137,13 @@ class CpuBackend:
         if self._poison:
             # All bits set is a NaN in every floating dtype. No operator: a trace would take it for the model's.
             ctypes.memset(memory.data_ptr(), 0xFF, memory.numel())
-        # Whoever asks next counts it: the collector may free what an engine left, where a thread has the lock.
+        # Whoever allocates next counts it: the collector may free what an engine left, where a thread has the lock.
         self._freed.append((tier, memory.numel()))
+
+    def _take_back(self) -> None:
+        while self._freed:
+            tier, count = self._freed.popleft()
+            self._held[tier] -= count
 
     def trim(self, most: int) -> None:
         if not keeps_freed_memory():
@@ -188,9 +194,7 @@ class CpuBackend:
 
     def held(self) -> dict[str, int]:
         with self._lock:
-            while self._freed:
-                tier, count = self._freed.popleft()
-                self._held[tier] -= count
+            self._take_back()
             return dict(self._held)
 
     def close(self) -> None:
