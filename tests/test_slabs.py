@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import gc
+import functools
 import itertools
 import mmap
 import random
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,20 +21,33 @@ from hypothesis import strategies as st
 from ebbtide.backend import CpuBackend, slabs
 from ebbtide.backend.arena import Arena
 from ebbtide.backend.pages import HUGE, map_memory
-from ebbtide.backend.slabs import Slabs, in_pool, trim
+from ebbtide.backend.slabs import Slabs, in_pool, trim, with_signatures
+from ebbtide.kernels.build import KERNELS
 
 SIZES = (1, 4096, HUGE // 3, HUGE // 2, HUGE - 1, HUGE, HUGE + 4097, 3 * HUGE, 5 * HUGE + 123)
 
 
+@functools.cache
+def own() -> ctypes.CDLL:
+    """A pool of our own, in a second copy of the library: engines of other tests come and go in the process's."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = KERNELS.find()
+        assert library is not None
+        return with_signatures(ctypes.CDLL(shutil.copy(library, folder)))
+
+
+@contextmanager
+def own_pool() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slabs, "native", own)
+        trim(0)
+        yield
+
+
 @pytest.fixture
-def pool() -> Iterator[ctypes.CDLL]:
-    """With nothing left of other tests."""
-    found = slabs.native()
-    assert found is not None
-    gc.collect()
-    trim(0)
-    yield found
-    trim(0)
+def pool() -> Iterator[None]:
+    with own_pool():
+        yield
 
 
 @pytest.fixture(params=["native", "mapped"])
@@ -70,11 +86,15 @@ def test_memory_goes_back_with_the_last_tensor_that_uses_it() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 7)), min_size=1, max_size=40))
 def test_what_is_out_keeps_its_bytes_whatever_is_given_up(steps: list[tuple[int, int]]) -> None:
-    ours = Slabs()
-    gc.collect()  # engines of other tests
-    before = in_pool()
+    with own_pool():
+        before = in_pool().live  # of an example that failed
+        take_and_give(steps)
+        assert in_pool().live == before
+
+
+def take_and_give(steps: list[tuple[int, int]]) -> None:
+    ours, most = Slabs(), in_pool().live
     out: list[tuple[torch.Tensor, int]] = []
-    most = 0
     for number, (size, victim) in enumerate(steps):
         if len(out) > victim:
             slab, value = out.pop(victim)
@@ -85,19 +105,15 @@ def test_what_is_out_keeps_its_bytes_whatever_is_given_up(steps: list[tuple[int,
         assert size <= HUGE // 2 or slab.data_ptr() % mmap.PAGESIZE == 0
         out.append((slab.fill_(number % 251), number % 251))
         del slab
-        found = in_pool()
-        most = max(most, found.live)
-        assert found.live + found.kept <= max(most, before.live + before.kept)
+        most = max(most, in_pool().live)
+        assert in_pool().live + in_pool().kept <= most
     starts = sorted((slab.data_ptr(), slab.numel()) for slab, _ in out)
     assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(starts))
     for slab, value in out:
         assert bool((slab == value).all())
-    del slab
-    out.clear()
-    assert in_pool().live == before.live
 
 
-def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: ctypes.CDLL) -> None:
+def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: None) -> None:
     ours = Slabs()
     large = ours.take(16 * HUGE).fill_(7)
     del large
@@ -111,7 +127,7 @@ def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: ctypes.CDLL) -
     assert in_pool().mapped == mapped
 
 
-def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: ctypes.CDLL) -> None:
+def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: None) -> None:
     ours = Slabs()
     parts = [ours.take(HUGE // 3 - mmap.PAGESIZE) for _ in range(6)]
     held = in_pool()
@@ -125,7 +141,7 @@ def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: ctypes.CDLL) 
     assert in_pool().kept == 2 * HUGE
 
 
-def test_no_more_is_kept_than_was_ever_out(pool: ctypes.CDLL) -> None:
+def test_no_more_is_kept_than_was_ever_out(pool: None) -> None:
     ours = Slabs()
     before = resident()
     for size in (16 * HUGE, 5 * HUGE + 123, 3 * HUGE, HUGE // 2, 16 * HUGE, HUGE + 4097):
@@ -152,9 +168,8 @@ def test_who_still_looks_at_what_was_given_up_finds_it(either: str) -> None:
     assert not ours.owns(key)
 
 
-def test_many_threads_take_and_give_at_once(pool: ctypes.CDLL) -> None:
+def test_many_threads_take_and_give_at_once(pool: None) -> None:
     ours, wrong = Slabs(), list[str]()
-    before = in_pool().live
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
@@ -173,10 +188,10 @@ def test_many_threads_take_and_give_at_once(pool: ctypes.CDLL) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert in_pool().live == before
+    assert in_pool().live == 0
 
 
-def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(pool: ctypes.CDLL) -> None:
+def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(pool: None) -> None:
     ours = Slabs()
     ours.take(3 * HUGE)
     with pytest.raises(MemoryError, match=r"mmap of \d+ bytes"):
@@ -184,7 +199,7 @@ def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(pool: ctypes.C
     assert ours.take(3 * HUGE).numel() == 3 * HUGE
 
 
-def test_a_backend_that_is_closed_keeps_nothing(pool: ctypes.CDLL) -> None:
+def test_a_backend_that_is_closed_keeps_nothing(pool: None) -> None:
     backend = CpuBackend()
     memory = backend.allocate("device", 32 * HUGE).fill_(1)
     backend.free("device", memory)
@@ -195,7 +210,7 @@ def test_a_backend_that_is_closed_keeps_nothing(pool: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_memory_that_an_evaluation_asked_for_can_be_trained(tier: str) -> None:
+def test_memory_that_an_evaluation_asked_for_can_be_trained(pool: None, tier: str) -> None:
     """Chunks come back while torch.inference_mode is on, and later passes have their memory."""
     backend = CpuBackend()
     with torch.inference_mode():

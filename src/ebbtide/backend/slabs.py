@@ -87,10 +87,13 @@ def users(memory: torch.Tensor) -> int:
 
 @functools.cache
 def native() -> ctypes.CDLL | None:
-    pool = load()
-    if pool is not None:
-        pool.pages_take.argtypes, pool.pages_take.restype = (ctypes.c_size_t,), ctypes.c_void_p
-        pool.pages_give.argtypes, pool.pages_give.restype = (ctypes.c_void_p,), ctypes.c_int
-        pool.pages_trim.argtypes, pool.pages_trim.restype = (ctypes.c_size_t,), None
-        pool.pages_count.argtypes, pool.pages_count.restype = (ctypes.c_void_p,), None
-    return pool
+    library = load()
+    return None if library is None else with_signatures(library)
+
+
+def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.pages_take.argtypes, library.pages_take.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    library.pages_give.argtypes, library.pages_give.restype = (ctypes.c_void_p,), ctypes.c_int
+    library.pages_trim.argtypes, library.pages_trim.restype = (ctypes.c_size_t,), None
+    library.pages_count.argtypes, library.pages_count.restype = (ctypes.c_void_p,), None
+    return library
