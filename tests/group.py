@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -33,6 +34,7 @@ def _work(rank: int, size: int, store: str, asked: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -42,6 +44,14 @@ def _work(rank: int, size: int, store: str, asked: Any, answers: Any) -> None:
             answers.put((number, rank, True, function(*arguments)))
         except BaseException:
             answers.put((number, rank, False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed ends nobody, and its queues are open as long as a rank has them."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class Group:

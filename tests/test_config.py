@@ -94,12 +94,12 @@ def test_round_trip_through_json() -> None:
 
 def test_one_folder_or_several() -> None:
     found = {}
-    for given in ("", [], "/a", ["/a"], ["/a", "/b"]):
+    for given in ("", [], "/a", ["/a"], ["/a", "/b"], Path("/a"), [Path("/a"), "/b"]):
         config = Config.read({"ssd": {"folder": given, "checksums": True, "endurance": "600TB"}})
         assert Config.read(json.loads(json.dumps(config.to_dict()))) == config
         assert (config.ssd.checksums, config.ssd.endurance) == (True, 600 * 10**12)
-        found[str(given)] = config.ssd.folder
-    assert list(found.values()) == [(), (), ("/a",), ("/a",), ("/a", "/b")]
+        found[repr(given)] = config.ssd.folder
+    assert list(found.values()) == [(), (), ("/a",), ("/a",), ("/a", "/b"), ("/a",), ("/a", "/b")]
     assert (Config().ssd.checksums, Config().ssd.endurance) == (False, 0)
 
 

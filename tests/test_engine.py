@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
+import threading
 import warnings
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.backend import products
+from ebbtide.backend.slabs import in_pool
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
 from harness import batch_of, config_of
 
@@ -41,6 +45,31 @@ def step(engine: ebbtide.Engine, number: int = 0, name: str = "gpt2") -> Any:
     loss = engine(**zoo.ZOO[name].batch(number)).loss
     engine.backward(loss)
     return engine.step()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"updates": "in-backward", "offload_activations": "all", "clip": None}, {"updates": "lock-free"}],
+    ids=["held", "in-backward", "lock-free"],
+)
+def test_an_engine_that_is_closed_leaves_no_thread_and_no_memory(
+    changes: dict[str, Any], folder: Path
+) -> None:
+    ssd = {"host": {"memory": 2_500_000}, "ssd": {"folder": folder, "memory": 8_000_000}}
+
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one is not threading.main_thread()]
+
+    gc.collect()  # engines that other tests left
+    before = threads()
+    for _ in range(2):
+        engine = ebbtide.initialize(zoo.build("gpt2"), config_of(**TIGHT, **ssd, **changes))
+        for number in range(2):
+            step(engine, number)
+        assert engine.stats()["moved_bytes"]["ssd_write"] > 0
+        engine.close()
+        assert threads() == before
+        assert in_pool().kept == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])

@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from ebbtide.errors import ConfigError, nearest
@@ -71,9 +71,9 @@ def patterns(key: Key, value: Any) -> tuple[str, ...]:
 
 def folders(key: Key, value: Any) -> tuple[str, ...]:
     """One folder or several; an empty string is none."""
-    listed = (value,) if isinstance(value, str) and value else () if value == "" else value
-    if isinstance(listed, list | tuple) and all(isinstance(one, str) and one for one in listed):
-        return tuple(listed)
+    listed = () if value == "" else (value,) if isinstance(value, str | PurePath) else value
+    if isinstance(listed, list | tuple) and all(isinstance(one, str | PurePath) and one for one in listed):
+        return tuple(map(str, listed))
     raise refuse(key, value, "a folder or a list of folders, such as '/scratch' or ['/disk0', '/disk1']")
 
 

@@ -81,9 +81,12 @@ class Stream:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], None], CopyEvent] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._closed = False
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> CopyEvent:
+        if self._closed:
+            raise RuntimeError(f"{self._thread.name} has ended: the back end was closed")
         event = CopyEvent()
         self._jobs.put((job, event))
         return event
@@ -102,6 +105,8 @@ class Stream:
             del event
 
     def close(self) -> None:
+        """Ends the thread after the jobs that it has; it can be called again."""
+        self._closed = True
         self._jobs.put(None)
         # The collector may run on the thread itself, with an engine that nobody holds.
         if threading.current_thread() is not self._thread:

@@ -393,7 +393,7 @@ class Session:
         """Gives all memory back; the module's parameters become placeholders."""
         if self.lock_free is not None:
             self.lock_free.close()
-        self.executor.updater.drop()
+        self.executor.updater.close()
         self.streaming.close()
         self.updates.kept.clear()
         if self.room.activations is not None:

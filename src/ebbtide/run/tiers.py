@@ -39,7 +39,8 @@ class Tiers:
             self.close()
 
     def close(self) -> None:
-        """Removes the files on SSD; the memory goes with its chunks."""
+        """Removes the files on SSD, ends the threads, and gives back what memory was kept for reuse."""
+        self.backend.close()
         if self.disk is None:
             return
         self.disk.close()

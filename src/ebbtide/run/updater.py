@@ -218,6 +218,12 @@ class Updater:
                 self.state.drain()
             self.state.failed = None
 
+    def close(self) -> None:
+        self.drop()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
     def mend(self) -> None:
         """All weights were written anew: what was half-done is gone."""
         self.failed = ""
