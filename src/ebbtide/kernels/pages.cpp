@@ -89,8 +89,18 @@ char *fresh(size_t count) {
   return start;
 }
 
-// Leaves its huge pages to whoever wants them; the rest goes back.
-void take_apart(Pool &all, size_t size, const Block &block) {
+// A kept block of that size, out of the books.
+Block pop(Pool &all, decltype(Pool::kept)::iterator found) {
+  const Block block = found->second.back();
+  found->second.pop_back();
+  if (found->second.empty()) all.kept.erase(found);
+  return block;
+}
+
+// A kept block of that size leaves its huge pages to whoever wants them; the rest goes back.
+void take_apart(Pool &all, decltype(Pool::kept)::iterator found) {
+  const size_t size = found->first;
+  const Block block = pop(all, found);
   size_t whole = 0;
 #ifdef MREMAP_FIXED
   whole = size / WHOLE * WHOLE;
@@ -101,28 +111,17 @@ void take_apart(Pool &all, size_t size, const Block &block) {
   all.spare -= size - whole;
 }
 
-// A kept block, out of the books: the largest, or the smallest.
-std::pair<size_t, Block> pop(Pool &all, bool largest) {
-  auto found = largest ? std::prev(all.kept.end()) : all.kept.begin();
-  std::pair<size_t, Block> block{found->first, found->second.back()};
-  found->second.pop_back();
-  if (found->second.empty()) all.kept.erase(found);
-  return block;
-}
-
 // Gives back to the system until no more than `most` bytes are kept: what is of least use to others first.
 void shrink(Pool &all, size_t most) {
   while (all.spare > most) {
     if (!all.kept.empty() && all.kept.begin()->first < WHOLE) {
-      const auto [size, block] = pop(all, false);
-      take_apart(all, size, block);
+      take_apart(all, all.kept.begin());
     } else if (!all.loose.empty()) {
       munmap(all.loose.back(), WHOLE);
       all.loose.pop_back();
       all.spare -= WHOLE;
     } else {
-      const auto [size, block] = pop(all, true);
-      take_apart(all, size, block);
+      take_apart(all, std::prev(all.kept.end()));
     }
   }
 }
@@ -134,8 +133,7 @@ long move_in(Pool &all, char *start, size_t wanted) {
 #ifdef MREMAP_FIXED
   wanted = all.moved < MOVED_AT_MOST ? std::min(wanted, MOVED_AT_MOST - all.moved) : 0;
   while (all.loose.size() < wanted && !all.kept.empty() && std::prev(all.kept.end())->first >= WHOLE) {
-    const auto [size, block] = pop(all, true);
-    take_apart(all, size, block);
+    take_apart(all, std::prev(all.kept.end()));
   }
   // Neighbours stay neighbours: to the kernel they are one mapping then.
   const size_t count = std::min(wanted, all.loose.size()), first = all.loose.size() - count;
@@ -176,9 +174,7 @@ void *take_whole(Pool &all, size_t size) {
   Block block{nullptr, 0};
   const auto same = all.kept.find(size);
   if (same != all.kept.end()) {
-    block = same->second.back();
-    same->second.pop_back();
-    if (same->second.empty()) all.kept.erase(same);
+    block = pop(all, same);
     all.spare -= size;
   } else if (!make(all, size, block)) {
     return nullptr;
