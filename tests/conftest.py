@@ -1,4 +1,5 @@
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has whatever it runs in the background ignore interrupts, and some tests are about those.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
