@@ -31,6 +31,7 @@ SSD = 64 << 20
 SPLITS = {"one tier of RAM": (3_200_000, 0), "less of it": (2_550_000, 0)}
 """Budgets of device and host in which some chunk has a part of its state in RAM."""
 THREE = {"three tiers": (1_500_000, 1_500_000)}
+LEAVING = {"a chunk leaves": (2_700_000, 0)}
 
 
 def open_engine(folder: Path, io: FaultyIO, split: str, **changes: Any) -> Engine:
@@ -243,13 +244,18 @@ def test_what_backward_has_left_is_updated_in_the_order_of_the_next_forward(fold
 
 @pytest.mark.parametrize(
     ("split", "between"),
-    [("static", "evaluation"), ("static", "a look at the weights"), ("three tiers", "nothing")],
+    [
+        ("static", "evaluation"),
+        ("static", "a look at the weights"),
+        ("three tiers", "nothing"),
+        ("a chunk leaves", "nothing"),
+    ],
 )
 def test_what_a_slow_disk_cannot_do_in_backward_is_done_in_the_next_forward(
     folder: Path, split: str, between: str
 ) -> None:
     """Updates are put off where there is room for their gradients, and no number changes, whoever wants them first."""
-    budgets = THREE[split] if split in THREE else SPLITS["one tier of RAM"]
+    budgets = (THREE | LEAVING).get(split, SPLITS["one tier of RAM"])
     placement = "static" if split == "static" else "auto"
     settings = {"updates": "in-backward", "clip": None, "placement": placement}
     slow = FaultyIO(lambda *_: time.sleep(0.01))
@@ -271,6 +277,8 @@ def test_what_a_slow_disk_cannot_do_in_backward_is_done_in_the_next_forward(
         elif between == "a look at the weights":
             with engine.weights():
                 pass
-    assert put_off or split != "static"  # elsewhere there is not always room for it
+    plan = engine._session.course.plan
+    assert plan is not None and bool(plan.evicted) == (split in (*THREE, *LEAVING))
+    assert put_off or split in THREE  # there is not always room for it
     assert engine.weights_sha256() == expected("gpt2", "none", 4, clip=None)[0]
     engine.close()

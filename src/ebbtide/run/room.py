@@ -89,16 +89,17 @@ class Room:
         return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
 
     def spare(self) -> int:
-        """Bytes next to SSD that nothing needs for the rest of the iteration; none where chunks leave the device for
-        want of room, and would have to sooner."""
+        """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
+        that come back for it."""
         plan = self._course.plan
         if plan is None or not self._course.on_track:
             return 0
         if self.store.near == "host":
             return self.ledger.room("host")
-        if plan.evicted:
-            return 0
-        return self._most() - max(plan.levels[max(self._course.position, 0) :], default=0)
+        place = max(self._course.position, 0)
+        held = plan.residency.occupied[place:]
+        rest = [level + chunks for level, chunks in zip(plan.levels[place:], held, strict=True)]
+        return self._most() - (max(rest) - held[0] if rest else 0)
 
     def always(self, needed: int) -> bool:
         """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
