@@ -86,7 +86,9 @@ class Stream:
 
     def submit(self, job: Callable[[], None]) -> CopyEvent:
         if self._closed:
-            raise RuntimeError(f"{self._thread.name} has ended: the back end was closed")
+            raise RuntimeError(
+                f"{self._thread.name} was closed before this job; wait for events before close"
+            )
         event = CopyEvent()
         self._jobs.put((job, event))
         return event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,6 +49,14 @@ class Plan:
     def evicted(self) -> frozenset[tuple[str, int]]:
         """What leaves the device for want of room at some moment."""
         return frozenset(self.items[item] for item in self.residency.evicted)
+
+    @cached_property
+    def growth(self) -> tuple[int, ...]:
+        """By moment: by how much non-model data and chunks together come to exceed the chunks that are there then."""
+        occupied = self.residency.occupied
+        totals = [level + held for level, held in zip(self.levels, occupied, strict=True)]
+        highest = reversed([*itertools.accumulate(reversed(totals), max)])
+        return tuple(most - held for most, held in zip(highest, occupied, strict=True))
 
     def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
         """Chunks whose state streams from SSD, in the order of their updates."""

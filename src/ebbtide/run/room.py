@@ -97,9 +97,7 @@ class Room:
         if self.store.near == "host":
             return self.ledger.room("host")
         place = max(self._course.position, 0)
-        held = plan.residency.occupied[place:]
-        rest = [level + chunks for level, chunks in zip(plan.levels[place:], held, strict=True)]
-        return self._most() - (max(rest) - held[0] if rest else 0)
+        return self._most() - (plan.growth[place] if place < len(plan.growth) else 0)
 
     def always(self, needed: int) -> bool:
         """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
