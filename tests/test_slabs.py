@@ -41,7 +41,10 @@ def own_pool() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slabs, "native", own)
         trim(0)
-        yield
+        try:
+            yield
+        finally:
+            trim(0)
 
 
 @pytest.fixture
