@@ -173,6 +173,8 @@ def test_the_imagined_iteration_is_the_real_one(name: str, checkpointing: bool) 
     assert imagined.flops == live.flops
     for one, other in zip(imagined.moments, live.moments, strict=True):
         assert abs(one.peak - other.peak) <= max(0.02 * other.peak, 4096)
+    # The loss and what hangs on its graph: leaves that forward made, with their gradients.
+    assert abs(imagined.between - live.between) <= 4096
 
 
 def test_outputs_that_a_loop_holds_are_counted() -> None:
@@ -181,6 +183,7 @@ def test_outputs_that_a_loop_holds_are_counted() -> None:
     imagined = imagined_record("gpt2", make, False, keep_outputs=True)
     for one, other in zip(imagined.moments, live.moments, strict=True):
         assert abs(one.peak - other.peak) <= max(0.02 * other.peak, 4096)
+    assert imagined.between == live.between
     logits = BATCH * LENGTH * VOCAB * 2
     assert imagined.peak - imagined_record("gpt2", make, False).peak == pytest.approx(logits, rel=0.01)
 

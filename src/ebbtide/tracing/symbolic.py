@@ -220,8 +220,8 @@ def _trace(
         observer.reverse()
         if loss is not None and loss.requires_grad:
             loss.backward()
-        del out, loss
-    return recorder.finish()
+        # While the loop holds its loss, what hangs on the graph stays: leaves that forward made, with their gradients.
+        return recorder.finish()
 
 
 def _fakes(mode: FakeTensorMode, parameters: FakeParameters) -> tuple[list[nn.Parameter], dict[int, _Weight]]:
