@@ -69,6 +69,24 @@ def test_settings(change: str, split: str, folder: Path) -> None:
     check("gpt2", "non-reentrant", STEPS, on_ssd(folder, **CHANGES[change]), SPLITS[split])
 
 
+FOUND = [
+    # What leaves the device for a chunk took the room on the host that the chunk was to come through.
+    ("attention", "none", "separate", "three tiers"),
+    # A page of the host is taken as a whole, and plans counted the chunk's part of it.
+    ("attention", "non-reentrant", "page", "host and SSD"),
+    # The loss of the step before, with a leaf and its gradient, is alive until forward is over: not until it reads a
+    # weight outside of the unit that owns it.
+    ("t5", "non-reentrant", "tensor", "one tier of RAM"),
+    # The loss of this one is alive in step(), when its pass is imagined, too.
+    ("t5", "non-reentrant", "page", "one tier of RAM"),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "change", "split"), FOUND)
+def test_what_long_proofs_found(name: str, mode: str, change: str, split: str, folder: Path) -> None:
+    check(name, mode, STEPS, on_ssd(folder, **CHANGES[change]), SPLITS[split])
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("change", ["plain", *CHANGES])
 @pytest.mark.parametrize("mode", MODES)

@@ -99,6 +99,8 @@ class Record:
     """In the order in which they were saved; only where activations are to be offloaded."""
     turns: tuple[int, ...] = ()
     """Moments that begin after a backward which is not the last: a pipeline's schedule goes on with forward."""
+    forward: int = -1
+    """The last moment that began before backward; -1 where that is not known."""
 
     @property
     def flops(self) -> int:
@@ -131,7 +133,9 @@ class Record:
         live until the forward pass ends and the loop lets go of them."""
         if not count:
             return self
-        end = next((j for j, m in enumerate(self.moments) if m.phase != FORWARD), len(self.moments))
+        end = self.forward
+        if end < 0:
+            end = next((j for j, m in enumerate(self.moments) if m.phase != FORWARD), len(self.moments))
         moments = tuple(
             replace(m, peak=m.peak + count) if j <= end else m for j, m in enumerate(self.moments)
         )

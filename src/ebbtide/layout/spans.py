@@ -160,6 +160,14 @@ class Layout:
             done += length
         return fragments
 
+    @property
+    def stored(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """By chunk, its pages and the bytes of one; both empty where chunks are stored as they are."""
+        if self.cut != "page":
+            return (), ()
+        pages = tuple(tuple(piece.page for piece in self.pages(chunk.index)) for chunk in self.chunks)
+        return pages, tuple(self.unit * ITEMSIZE[chunk.dtype] for chunk in self.chunks)
+
     def describe(self) -> str:
         """One line for the user."""
         size = f"{self.unit:,} elements ({self._unit_bytes})"

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ebbtide.plan.activations import Away
 from ebbtide.plan.hostside import HostSide, beside_updates, fill_host, kept_bytes
+from ebbtide.plan.paged import Paged
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings, may_leave
@@ -209,12 +210,13 @@ def _with_evicted(
         needed = sum(stored_bytes(shape.state_bytes[i], shape.piece) for i in host.ssd) + extra
         return replace(host, short=max(0, needed - settings.ssd))
     evicted = {move.item for move in residency.moves if not move.fetch and move.traffic}
+    copies = {kind: Paged(shape, shape.parameter_bytes) for kind in (PARAM, GRAD)}
     extra = 0
     for item in evicted:
         kind, chunk = shape.items[item]
         lives_there = bool(shape.state_bytes[chunk]) and chunk not in device
         if not (lives_there or (host.keep and kind == PARAM)):
-            extra += shape.sizes[item]
+            extra += copies[kind].put(chunk) if kind in copies else shape.sizes[item]
     if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
         host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
     needed = host.host_bytes + extra

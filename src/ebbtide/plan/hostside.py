@@ -9,9 +9,10 @@ first. Only where the gradients and the rest leave no room for parameters do the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ebbtide.plan.paged import Paged, on_host
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.stage import lock_free_bytes, pieces_within, slot_bytes, stage_bytes, stored_bytes
 
@@ -71,11 +72,12 @@ def fill_host(
     if settings.ssd_beside_device:
         return _on_ssd(shape, away, settings, kept or {})
     grads = waiting_gradients(shape, away, settings)
-    params = sum(shape.parameter_bytes[i] for i in away)
+    params = on_host(shape, away, shape.parameter_bytes)
     if settings.placement == "static":
         params = 0  # they are on the device for good
-    states = sum(shape.state_bytes[i] for i in away)
-    copies = sum(shape.parameter_bytes) - params if settings.placement != "static" else 0
+    states = on_host(shape, away, shape.state_bytes)
+    every = on_host(shape, range(shape.chunks), shape.parameter_bytes)
+    copies = every - params if settings.placement != "static" else 0
     needed = grads + params + states + beside_updates(shape, away, settings, ())
     for keep, count in ((True, needed + copies), (False, needed)):
         if count <= settings.host:
@@ -90,8 +92,14 @@ def waiting_gradients(shape: ModelShape, away: Iterable[int], settings: Settings
     none where they lie in their parameters' space."""
     if settings.take_over:
         return 0
-    sizes = [shape.gradient_bytes[i] for i in away]
-    return 2 * max(sizes, default=0) if settings.in_backward else sum(sizes)
+    if settings.in_backward:
+        return 2 * _largest(shape, away, shape.gradient_bytes)
+    return on_host(shape, away, shape.gradient_bytes)
+
+
+def _largest(shape: ModelShape, chunks: Iterable[int], counts: Sequence[int]) -> int:
+    """Bytes that the largest copy takes on the host."""
+    return max((on_host(shape, (i,), counts) for i in chunks), default=0)
 
 
 def _on_ssd(shape: ModelShape, away: list[int], settings: Settings, kept: Mapping[int, int]) -> HostSide:
@@ -109,18 +117,28 @@ def _streaming(shape: ModelShape, host: HostSide) -> HostSide:
 def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, settings: Settings) -> HostSide:
     left = settings.host - beside_updates(shape, away, settings, away) - grads - params
     held_params: list[int] = []
+    copies = Paged(shape, shape.parameter_bytes)
     if left < 0:
-        left -= TRANSIT * max((shape.parameter_bytes[i] for i in away), default=0)
+        left -= TRANSIT * _largest(shape, away, shape.parameter_bytes)
+        for i in away:
+            copies.put(i)
     for i in reversed(away):
         if left >= 0:
             break
-        left += shape.parameter_bytes[i]
+        left += copies.take(i)
         held_params.append(i)
     if left < 0:
         return HostSide(False, frozenset(), frozenset(), settings.host, 0, -left)
-    here, _ = fill(shape, away, left, split=False)
-    left -= sum(shape.state_bytes[i] for i in here)
-    ssd = frozenset(away) - here
+    states = Paged(shape, shape.state_bytes)
+    on_ssd = []
+    for i in away:
+        count = states.put(i)
+        if count <= left:
+            left -= count
+        else:
+            states.take(i)
+            on_ssd.append(i)
+    ssd = frozenset(on_ssd)
     loaded = [shape.parameter_bytes[i] for i in held_params]
     stored = [*(shape.state_bytes[i] for i in ssd), *loaded]
     short = max(0, sum(stored_bytes(count, shape.piece) for count in stored) - settings.ssd)

@@ -31,6 +31,10 @@ class ModelShape:
     whole_bytes: tuple[int, ...] = ()
     """By chunk: all slices together, where ranks share the chunk and gather it to use it; 0 where a rank has all
     of it. Left out, no chunk is shared."""
+    pages: tuple[tuple[int, ...], ...] = ()
+    """By chunk: the pages that its copies lie in on the host; left out, they are stored as they are."""
+    page_bytes: tuple[int, ...] = ()
+    """By chunk: of parameters in a page."""
 
     @property
     def chunks(self) -> int:

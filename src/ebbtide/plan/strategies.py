@@ -303,8 +303,16 @@ def _setup(
     grads = [size if wanted else 0 for size, wanted in zip(slices, trained, strict=True)]
     places = tuple(layout.spans[tensor.name].chunk for tensor in model.tensors)
     run_chunks = tuple(tuple(sorted({places[p] for p in run})) for run in model.runs)
+    pages, page_bytes = ((), ()) if shared else layout.stored
     shape = ModelShape(
-        run_chunks, places, tuple(slices), tuple(grads), tuple(states), tuple(whole) if shared else ()
+        run_chunks,
+        places,
+        tuple(slices),
+        tuple(grads),
+        tuple(states),
+        tuple(whole) if shared else (),
+        pages,
+        page_bytes,
     )
     copied = tuple(tensor.numel * ITEMSIZE[tensor.dtype] for tensor in model.tensors) if captured else ()
     return Setup(

@@ -135,6 +135,8 @@ class Executor:
         with self.lock:
             self.states.settle()
             self.course.phase = REVERSING
+            if self.recorder is not None:
+                self.recorder.reverse()
 
     def turn(self) -> None:
         """A backward is over that is not the last one of the pass: forward goes on."""

@@ -29,6 +29,7 @@ class Imagining:
         if self.obstacle:
             self.note = self.obstacle
             return None
+        ledger = self._data.store.ledger
         try:
             return imagine(
                 self._module,
@@ -39,6 +40,7 @@ class Imagining:
                 args,
                 kwargs,
                 saved=self._saved,
+                free=ledger.level["device"] + ledger.room("device"),
             )
         except Exception as reason:
             # Any operator may lack a fake kernel; the first iteration is then cautious instead.

@@ -43,9 +43,11 @@ class Places:
             if chunk.kind == WHOLE:
                 self.gather(chunk.index)
             else:
-                self._load(chunk)
-                self.room.make_for(chunk, "device")
-                self.store.fetch(chunk)
+                with self.room.together([chunk]):
+                    # First what leaves the device for it: that may need the very room on the host that it comes through.
+                    self.room.make_for(chunk, "device")
+                    self._load(chunk)
+                    self.store.fetch(chunk)
             self.store.settle(chunk)
         if chunk.kind in (PARAM, WHOLE):
             self._course.touch(chunk)

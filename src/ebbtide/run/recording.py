@@ -109,9 +109,10 @@ def imagine(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     saved: bool,
+    free: int,
 ) -> Record:
     """A symbolic trace, so that even the first iteration has a plan. Any operator may lack a fake kernel: it raises
-    whatever that does. `saved`: with what forward saves."""
+    whatever that does. `saved`: with what forward saves. `free`: bytes that non-model data may take meanwhile."""
     fake = FakeParameters(
         tuple(data.run_of),
         tuple(p.shape for p in data.places),
@@ -120,6 +121,16 @@ def imagine(
         tuple(p.requires_grad for p in data.parameters),
         data.store.backend.device,
     )
+    given = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     return trace_symbolically(
-        module, fake, args, kwargs, signature, fixed, interceptor.substituted, scalar_loss, saved=saved
+        module,
+        fake,
+        args,
+        kwargs,
+        signature,
+        fixed,
+        interceptor.substituted,
+        scalar_loss,
+        saved=saved,
+        spare=free - fixed - given,
     )

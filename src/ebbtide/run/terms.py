@@ -26,7 +26,8 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     shared = data.store.slicing.shared
     whole = tuple(data.computed(i).nbytes if data.gathered(i) else 0 for i in count) if shared else ()
     places = tuple(place.chunk for place in data.places)
-    return ModelShape(data.run_chunks, places, params, grads, states, whole)
+    pages, page_bytes = ((), ()) if shared else data.layout.stored  # a rank's slice is in one piece
+    return ModelShape(data.run_chunks, places, params, grads, states, whole, pages, page_bytes)
 
 
 def settings_of(config: Config, room: Room, shared: bool) -> Settings:

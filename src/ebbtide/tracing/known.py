@@ -7,6 +7,7 @@ pass goes the way of the real one.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.tracing.cost import tensors_in
+from ebbtide.tracing.meter import StorageMeter, storage_bytes
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.arange, _aten.ones, _aten.zeros, _aten.full, _aten.scalar_tensor, _aten.linspace}
@@ -29,8 +31,11 @@ LIMIT = 1 << 20
 class KnownValues(TorchDispatchMode):
     """Entered above a fake mode."""
 
-    def __init__(self) -> None:
+    def __init__(self, spare: float = math.inf) -> None:
+        """`spare`: bytes that they may take together; what goes beyond that is imagined."""
         super().__init__()
+        self._spare = spare
+        self._held = StorageMeter(lambda storage: False)
         self.count = 0
         """Operators that ran for real."""
 
@@ -49,8 +54,13 @@ class KnownValues(TorchDispatchMode):
             except (DataDependentOutputException, DynamicOutputShapeException):
                 pass  # it is the values that are asked for
             else:
-                if sum(value.numel() for value in tensors_in(imagined)) > LIMIT:
+                made = list(tensors_in(imagined))
+                if sum(value.numel() for value in made) > LIMIT:
+                    return imagined
+                if self._held.alive() + storage_bytes(made) > self._spare:
                     return imagined
         self.count += 1
         with unset_fake_temporarily():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._held.note(out)
+            return out

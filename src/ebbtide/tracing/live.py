@@ -33,6 +33,7 @@ class Recorder:
         self._away = 0
         self._seen = 0
         self._turns: list[int] = []
+        self._forward = -1
         meter.take_peak()
         meter.take_work()
 
@@ -92,6 +93,11 @@ class Recorder:
     def arrival(self, parameter: int) -> None:
         self._arrivals.append(Arrival(parameter, self.index))
 
+    def reverse(self) -> None:
+        """Backward starts, for the first time in the pass."""
+        if self._forward < 0:
+            self._forward = self.index
+
     def turn(self) -> None:
         """A backward is over, and the pass is not."""
         self._turns.append(self.index + 1)
@@ -112,4 +118,5 @@ class Recorder:
             between,
             tuple(self._saved),
             tuple(self._turns),
+            self._forward,
         )

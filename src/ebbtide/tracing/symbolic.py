@@ -7,6 +7,7 @@ fake kernel) says why, and the first iteration is cautious instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -84,6 +85,7 @@ class SymbolicObserver:
     def reverse(self) -> None:
         """Backward starts: what a region that is computed again saves is not recorded."""
         self._forward = False
+        self._recorder.reverse()
 
     def enter(self, unit: Unit) -> None:
         self._moment(event(FORWARD, unit.index))
@@ -150,11 +152,12 @@ def trace_symbolically(
     keep_outputs: bool = True,
     rules: Rules | None = None,
     saved: bool = False,
+    spare: float = math.inf,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
     the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
     only the loss. `rules`: of a device that is not the one that is traced on. `saved`: the record says what is
-    saved for backward, too."""
+    saved for backward, too. `spare`: bytes for what is computed for real, as its values are known."""
     imagine = partial(
         _trace,
         module,
@@ -169,7 +172,7 @@ def trace_symbolically(
         rules,
         saved,
     )
-    known = KnownValues()
+    known = KnownValues(spare)
     try:
         return imagine(known)
     except Exception:
