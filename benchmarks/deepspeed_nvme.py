@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="processes of each peer")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--device-memory", default="850MB", help="ebbtide's budget of RAM")
+    parser.add_argument("--device-memory", default="1250MB", help="ebbtide's budget of RAM")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="with commas")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -396,6 +396,7 @@ def run_ebbtide(work: Work) -> dict[str, Any]:
     }
     model = work.model()
     engine = ebbtide.initialize(model, settings)
+    ebbtide.tune_memory(engine)  # as `ebbtide train` does
     facts = work.measure(step_of(engine, work.tokens())) | {"settings": settings}
     stats = engine.stats()
     facts["streamed_share"] = 1 - stats["device_state_chunks"] / stats["chunks"]

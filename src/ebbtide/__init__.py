@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.config import Config
 
 if TYPE_CHECKING:
-    from ebbtide.engine import Engine, StepResult, initialize
+    from ebbtide.engine import Engine, StepResult, initialize, tune_memory
     from ebbtide.forecaster import Forecast
     from ebbtide.forecasts import forecast
     from ebbtide.layout import Bank
@@ -26,12 +26,13 @@ __all__ = [
     "initialize",
     "register_experts",
     "trace",
+    "tune_memory",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Loads torch when it is first needed: the command must set OpenMP up before, and help needs none."""
-    if name in ("Engine", "StepResult", "initialize"):
+    if name in ("Engine", "StepResult", "initialize", "tune_memory"):
         from ebbtide import engine
 
         return getattr(engine, name)

@@ -12,13 +12,12 @@ from typing import Any
 import psutil
 import torch
 
-from ebbtide.backend.heap import tune_memory
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.options import Task
 from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
 from ebbtide.config import Config
-from ebbtide.engine import initialize
+from ebbtide.engine import initialize, tune_memory
 from ebbtide.errors import ConfigError
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
@@ -71,7 +70,7 @@ class Training:
             checkpoint_activations(module, task.model)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.engine = initialize(module, config)
-        tune_memory(scarce=bool(config.ssd.memory))  # RAM is short, else there would be no disk
+        tune_memory(self.engine)
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
         self._ended = False
