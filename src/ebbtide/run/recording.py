@@ -121,7 +121,6 @@ def imagine(
         tuple(p.requires_grad for p in data.parameters),
         data.store.backend.device,
     )
-    given = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     return trace_symbolically(
         module,
         fake,
@@ -132,5 +131,5 @@ def imagine(
         interceptor.substituted,
         scalar_loss,
         saved=saved,
-        spare=free - fixed - given,
+        free=free,
     )

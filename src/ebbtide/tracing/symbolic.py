@@ -152,12 +152,13 @@ def trace_symbolically(
     keep_outputs: bool = True,
     rules: Rules | None = None,
     saved: bool = False,
-    spare: float = math.inf,
+    free: float = math.inf,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
     the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
     only the loss. `rules`: of a device that is not the one that is traced on. `saved`: the record says what is
-    saved for backward, too. `spare`: bytes for what is computed for real, as its values are known."""
+    saved for backward, too. `free`: bytes that non-model data may take here: small values are computed."""
+    inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     imagine = partial(
         _trace,
         module,
@@ -166,13 +167,14 @@ def trace_symbolically(
         kwargs,
         signature,
         fixed,
+        inputs,
         substituted,
         find_loss,
         keep_outputs,
         rules,
         saved,
     )
-    known = KnownValues(spare)
+    known = KnownValues(free - fixed - inputs)
     try:
         return imagine(known)
     except Exception:
@@ -188,6 +190,7 @@ def _trace(
     kwargs: dict[str, Any],
     signature: str,
     fixed: int,
+    inputs: int,
     substituted: Callable[[Any, list[nn.Parameter]], Any],
     find_loss: Callable[[Any], torch.Tensor | None],
     keep_outputs: bool,
@@ -199,7 +202,6 @@ def _trace(
     fake, weights = _fakes(mode, parameters)
     kept: set[int] = set()
     meter = StorageMeter(lambda storage: storage in weights or storage in kept, rules=rules)
-    inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
