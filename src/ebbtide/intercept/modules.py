@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from ebbtide.errors import UnsupportedError
 from ebbtide.intercept.observer import Observer
 from ebbtide.intercept.runs import ParameterRun, Unit
 from ebbtide.intercept.saved import SavedTensors
+from ebbtide.intercept.sums import own_parts
 
 
 def _refuse_copy(*_: Any) -> NoReturn:
@@ -85,6 +89,8 @@ class Interceptor:
         self._saved = SavedTensors(lambda: self.observer)
         self._handles: list[Any] = []
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
+        owned = Counter(run for _, unit in units for run in unit.runs)
+        self._tied = frozenset(run for run, owners in owned.items() if owners > 1)
         self._install(module, runs, {id(owner): unit for owner, unit in units})
 
     # -- installation ---------------------------------------------------------------------------------
@@ -149,6 +155,9 @@ class Interceptor:
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
         # An always-called hook also fires where our own `enter` refused: then there is no frame of this unit.
         if self._frames and self._frames[-1].unit is unit:
+            if unit is not None and not self._tied.isdisjoint(unit.runs) and torch.is_grad_enabled():
+                outputs = [value for value in tree_iter(output) if isinstance(value, torch.Tensor)]
+                own_parts(outputs, [p for p in module._parameters.values() if p is not None])
             self._close(self._frames.pop())
 
     def _close(self, frame: _Frame) -> None:

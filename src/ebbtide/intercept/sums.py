@@ -1,0 +1,60 @@
+"""A weight that several modules use gets its gradient in parts, which autograd adds up.
+
+It adds a part to the sum so far in place where nobody else holds that. A linear layer's part is a view of what a product
+gave, which holds it: the sum goes to memory of its own, and for a moment there are three tensors of an embedding's
+size. So such parts are handed on as tensors of their own, on the same memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+NEAR = 32
+"""Operators that are looked at, from a module's outputs on: what it does with a weight is among its last."""
+
+_MARK = "_ebbtide_sum"
+
+
+def own_parts(outputs: Iterable[torch.Tensor], parameters: Collection[torch.Tensor]) -> None:
+    """The parts of the gradients of `parameters` that come from here will be tensors of their own."""
+    wanted = {id(parameter) for parameter in parameters}
+    nodes = deque(output.grad_fn for output in outputs if output.grad_fn is not None)
+    seen = set(nodes)
+    for _ in range(NEAR):
+        if not nodes:
+            return
+        node = nodes.popleft()
+        following = {other for other, _ in node.next_functions if other is not None}
+        if any(id(getattr(other, "variable", None)) in wanted for other in following):
+            node.register_hook(_on_their_own)
+        nodes.extend(following - seen)
+        seen |= following
+
+
+def _on_their_own(gradients: Any, _: Any) -> Any:
+    if torch.is_grad_enabled():
+        return None  # their own gradient is wanted
+    return tuple(_on_its_own(part) if isinstance(part, torch.Tensor) else part for part in gradients)
+
+
+def _on_its_own(part: torch.Tensor) -> torch.Tensor:
+    if part.layout is not torch.strided or not part._is_view():
+        return part
+    own = part.detach()
+    setattr(own, _MARK, True)
+    return own
+
+
+def sum_of_parts(func: Any, args: Any) -> torch.Tensor | None:
+    """Under a dispatch mode autograd adds nothing in place. Where it would without, it is done here."""
+    if func is not torch.ops.aten.add.Tensor or not hasattr(args[0], _MARK):
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None or hasattr(node, "variable"):
+        return None  # all parts are together: what a hook of the user's adds is no part
+    total: torch.Tensor = args[0]
+    return total.add_(args[1])
