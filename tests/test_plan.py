@@ -11,9 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, StateError
+from ebbtide.plan.draft import Plan
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.residency import FREE, SPILL, STALE, Timeline, Use, replay
 from ebbtide.plan.schedule import advance, on_demand
+from ebbtide.plan.search import FRESH
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.states import RunStates, State
 from ebbtide.plan.uses import SCALARS, uses_of
@@ -137,20 +139,30 @@ def test_more_memory_never_moves_more(layers: int, peak: int, share: int, more: 
     assert resident.traffic == 0 and set(resident.homes) == {"device"}
 
 
+def dearness(plan: Plan, budget: int) -> int:
+    """Bytes that are moved, and what activations and chunks hand each other for what that is worth."""
+    return plan.traffic + FRESH * max(
+        0, plan.static_bytes + max(plan.residency.occupied) + max(plan.levels) - budget
+    )
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(16, 28), st.integers(5_000, 50_000), st.integers(0, 30))
 def test_where_ram_is_one_tier_chunks_leave_alone_what_activations_leave(
     layers: int, peak: int, share: int
 ) -> None:
-    """Memory that passes from the ones to the others is cleared by the system each time: it is worth more traffic."""
+    """Memory that passes from the ones to the others is cleared by the system each time: it is worth more traffic, and
+    no plan that has it is dearer than where nothing ebbs. A few candidates are tried: a tenth is left to chance."""
     size, budget = 1000, peak + SCALARS + 150_000 + 140 * layers * share
     sizes = (2 * size,) * layers
     shape = ModelShape(
         tuple((i,) for i in range(layers)), tuple(range(layers)), sizes, sizes, (10 * size,) * layers
     )
-    plan = make_plan(shape, small_record(layers, peak), Settings(budget, 0, ssd=10**9))
+    record = small_record(layers, peak)
+    level = replace(record, moments=tuple(replace(moment, peak=peak) for moment in record.moments))
+    plan, other = (make_plan(shape, one, Settings(budget, 0, ssd=10**9)) for one in (record, level))
     assume(plan.traffic)  # else all is there at once
-    assert plan.static_bytes + max(plan.residency.occupied) + max(plan.levels) <= budget
+    assert dearness(plan, budget) <= 1.1 * dearness(other, budget)
     assert plan.least <= peak + SCALARS + 4 * size
 
 
