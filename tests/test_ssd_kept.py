@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from pathlib import Path
@@ -22,8 +23,8 @@ from ebbtide.engine import Engine
 from ebbtide.errors import BudgetError, DiskError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.ssd import SsdSpace
-from ebbtide.plan.hostside import fill, kept_bytes
-from ebbtide.plan.shape import ModelShape
+from ebbtide.plan.hostside import fill, filling_order, kept_bytes
+from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.run.tiers import Tiers
 from harness import config_of, expected
 
@@ -170,6 +171,19 @@ def test_room_is_used_up_to_a_piece(states: list[int], room: int) -> None:
     left = [count for i, count in enumerate(states) if count and i not in here]
     largest = max(kept_bytes(shape, {i: 1}) for i in range(shape.chunks))
     assert not left or room - used < largest, "a chunk streams as a whole beside room for a piece"
+
+
+@given(st.integers(3, 60), st.data())
+def test_updates_in_backward_have_their_state_come_evenly(count: int, data: st.DataObject) -> None:
+    """However many chunks' state has room: no two that stream are further apart than three times their mean distance."""
+    in_backward = Settings(10**9, 0, in_backward=True)
+    order = filling_order(range(count), in_backward)
+    assert sorted(order) == [*range(count)] and order[0] == 0
+    assert filling_order(range(count), Settings(10**9, 0)) == [*range(count)]
+    held = data.draw(st.integers(1, count - 1))
+    streams = sorted(order[held:])
+    gaps = [b - a for a, b in itertools.pairwise([0, *streams, count])]
+    assert max(gaps) <= 3 * count / len(streams)
 
 
 def test_a_chunk_finds_room_in_fragments(folder: Path) -> None:

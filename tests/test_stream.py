@@ -294,7 +294,9 @@ class Later:
     drain = advance
 
 
-def put_off_jobs(indices: list[int], read: set[int]) -> tuple[Updater, list[int], dict[int, Chunk], Any]:
+def put_off_jobs(
+    indices: list[int], read: set[int], spare: int = 1
+) -> tuple[Updater, list[int], dict[int, Chunk], Any]:
     """A job of each, put off as it may be, behind one that waits for what is returned last."""
     updater, ran = Updater(background=True), list[int]()
     updater.state = Later(read)  # type: ignore[assignment]
@@ -309,7 +311,7 @@ def put_off_jobs(indices: list[int], read: set[int]) -> tuple[Updater, list[int]
     for index, one in chunks.items():
         updater.submit([one], [OVER], lambda index=index: work(index), lambda done: None)
         begun.wait(60)
-        updater.put_off()
+        updater.put_off(spare)
     return updater, ran, chunks, go
 
 
@@ -325,6 +327,14 @@ def test_the_longest_waiting_are_put_off_until_backward_is_over() -> None:
     updater.flush()
     assert ran == [9, 8, 4, 5, 6, 7]
     assert updater.state.told == [[7, 6, 5]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("spare", "expected"), [(9, [9, 8, 7]), (0, [9, 8]), (-1, [9]), (-2, []), (-9, [])])
+def test_those_whose_gradients_room_will_be_wanted_are_not_put_off(spare: int, expected: list[int]) -> None:
+    updater, _, _, go = put_off_jobs([10, 9, 8, 7, 6, 5], read=set(), spare=spare)
+    assert [job.index for job in updater._put_off] == expected
+    go.set()
+    updater.flush()
 
 
 def test_one_that_is_put_off_and_wanted_is_the_next() -> None:

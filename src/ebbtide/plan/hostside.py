@@ -1,10 +1,11 @@
 """What the host holds of what the device does not, and what goes to SSD because the host is too small.
 
 Parameters and gradients of chunks that the host updates come first: they cross the link in every iteration. Then
-optimizer state, in the model's order, for the last chunks' gradients come first and their state can be read while
-backward goes on. What is left is streamed from SSD and back; where the device is RAM beside SSD, but for the first
-pieces of one chunk that does not fit as a whole: a tied embedding is often that, its update comes last and is waited for
-first. Only where the gradients and the rest leave no room for parameters do these go to SSD, too.
+optimizer state, in the model's order: forward wants the first chunks first, and meanwhile the state of others can be
+read. Updates in backward want an even stream (`filling_order`). What is left is streamed from SSD and back; where the
+device is RAM beside SSD, but for the first pieces of one chunk that does not fit as a whole: a tied embedding is often
+that, its update comes last and is waited for first. Only where the gradients and the rest leave no room for parameters
+do these go to SSD, too.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, setti
         return HostSide(False, frozenset(), frozenset(), settings.host, 0, -left)
     states = Paged(shape, shape.state_bytes)
     on_ssd = []
-    for i in away:
+    for i in filling_order(away, settings):
         count = states.put(i)
         if count <= left:
             left -= count
@@ -147,11 +148,24 @@ def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, setti
     return _streaming(shape, found)
 
 
+def filling_order(chunks: Iterable[int], settings: Settings) -> list[int]:
+    """The order in which chunks' state gets room beside SSD, where there is not enough for all. In backward gradients
+    wait for a disk that falls behind, and have the least room at its beginning: so of any number that stream, some come
+    at every time, as evenly as halving puts them. The first chunk's update comes last, and forward waits for it."""
+    order = list(chunks)
+    if not settings.in_backward or len(order) < 3:
+        return order
+    rest = order[1:]
+    bits = (len(rest) - 1).bit_length()
+    halving = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    return order[:1] + [rest[place] for place in halving if place < len(rest)]
+
+
 def fill(
     shape: ModelShape, chunks: Iterable[int], room: int, split: bool = True
 ) -> tuple[frozenset[int], dict[int, int]]:
-    """The chunks whose state fits `room` bytes, in the model's order, and with `split` pieces of the first that
-    does not."""
+    """The chunks whose state fits `room` bytes, in the order given, and with `split` pieces of the first that does
+    not."""
     whole: list[int] = []
     kept: dict[int, int] = {}
     for i in chunks:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ebbtide.plan.draft import Draft, Plan, draft, fixed_bytes
-from ebbtide.plan.hostside import fill, fill_host
+from ebbtide.plan.hostside import fill, fill_host, filling_order
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.uses import least_room, levels_of, uses_of
 from ebbtide.record import Record
@@ -109,7 +109,9 @@ class Search:
         """Up to so many bytes of state, and what comes with it."""
         shape, settings = self.shape, self.settings
         # State that streams is cut into pieces, so that some of a chunk's can stay.
-        chunks, kept = fill(shape, range(shape.chunks), count, settings.ssd_beside_device)
+        beside = settings.ssd_beside_device
+        order = filling_order(range(shape.chunks), settings) if beside else range(shape.chunks)
+        chunks, kept = fill(shape, order, count, beside)
         fixed = fixed_bytes(shape, settings, chunks, fill_host(shape, chunks, settings, kept))
         return _Held(chunks, kept, fixed)
 

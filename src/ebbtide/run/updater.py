@@ -89,12 +89,13 @@ class Updater:
         if waiting and self._stream is not None:
             self._stream.submit(self._work_off)
 
-    def put_off(self) -> None:
+    def put_off(self, spare: int) -> None:
         """In a backward pass that updates: where too many jobs wait for state from SSD, one is left for the next forward
-        pass, the longest waiting of those whose state is not on its way."""
+        pass, the longest waiting of those whose state is not on its way. `spare`: so many more gradients have room until
+        backward is over; where less than none, that many of those that wait are not put off, and give it."""
         with self._lock:
             waiting = [job for job in self._pending if not job.begun]
-            if self.state is None or len(waiting) <= BEHIND:
+            if self.state is None or len(waiting) <= BEHIND + max(0, 1 - spare):
                 return
             for job in waiting:
                 if self.state.put_off(job.index):

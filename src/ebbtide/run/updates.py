@@ -27,7 +27,6 @@ from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.shares import SharedGradients
 from ebbtide.run.taken import TakenSpace
-from ebbtide.run.updater import BEHIND
 
 
 class Updates:
@@ -290,8 +289,7 @@ class Updates:
             self._refuse_nonfinite(member)
         self._update(index, members, self.scale)
         self.applied += len(members)
-        if self.executor.room.spare() > (BEHIND + 1) * self.store.chunks["grad", index].nbytes:
-            self.executor.updater.put_off()
+        self.executor.updater.put_off(self.executor.room.spare() // self.store.chunks["grad", index].nbytes)
 
     def finish_backward(self) -> None:
         """In-backward: chunks where some parameter got no gradient still wait for their update."""
