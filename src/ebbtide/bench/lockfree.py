@@ -110,7 +110,9 @@ def go_on(
         kinds = _kinds(model, share, batch, seq, max_staleness, precision, Path(scratch))
         del kinds[EQUAL_RAM]
         # Exact steps have the same numbers, whatever is where: all in RAM they take least time.
-        kinds[EXACT] |= {"device": for_share(kinds[EXACT], model, 0.0, batch, seq, state_alone=True)["device"]}
+        kinds[EXACT] |= {
+            "device": for_share(kinds[EXACT], model, 0.0, batch, seq, state_alone=True)["device"]
+        }
         saved = Path(scratch) / "saved"
         with in_process(_start, _end, model, batch, seq, train, valid, kinds[EXACT]) as exact:
             exact.submit(_steps, first).result()
