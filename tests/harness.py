@@ -15,6 +15,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError
+from ebbtide.intercept.sums import sum_of_parts
 
 LR = 1e-3
 
@@ -22,7 +23,8 @@ LR = 1e-3
 class Count(TorchDispatchMode):
     """Live bytes of all storages that operators make, and of the memory that the back end handed out.
 
-    Independent of ledger and trace: it knows only operators' outputs and what the back end counts itself.
+    Independent of ledger and trace: it knows only operators' outputs and what the back end counts itself. Under any such
+    mode autograd adds nothing in place; that it does without is held in `test_tied.py`.
     """
 
     def __init__(self, engine: ebbtide.Engine) -> None:
@@ -33,7 +35,8 @@ class Count(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        total = sum_of_parts(func, args)
+        out = func(*args, **(kwargs or {})) if total is None else total
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
