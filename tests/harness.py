@@ -15,7 +15,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError
-from ebbtide.intercept.sums import sum_of_parts
+from ebbtide.intercept.sums import carried_out
 
 LR = 1e-3
 
@@ -35,8 +35,7 @@ class Count(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        total = sum_of_parts(func, args)
-        out = func(*args, **(kwargs or {})) if total is None else total
+        out = carried_out(func, args, kwargs or {})
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)

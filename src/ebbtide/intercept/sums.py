@@ -28,11 +28,12 @@ def own_parts(outputs: Iterable[torch.Tensor], parameters: Collection[torch.Tens
         if not nodes:
             return
         node = nodes.popleft()
-        following = {other for other, _ in node.next_functions if other is not None}
+        # In the graph's order: an imagined pass looks at the same ones.
+        following = dict.fromkeys(other for other, _ in node.next_functions if other is not None)
         if any(id(getattr(other, "variable", None)) in wanted for other in following):
             node.register_hook(_on_their_own)
-        nodes.extend(following - seen)
-        seen |= following
+        nodes.extend(other for other in following if other not in seen)
+        seen.update(following)
 
 
 def _on_their_own(gradients: Any, _: Any) -> Any:
@@ -49,12 +50,15 @@ def _on_its_own(part: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def sum_of_parts(func: Any, args: Any) -> torch.Tensor | None:
-    """Under a dispatch mode autograd adds nothing in place. Where it would without, it is done here."""
+def carried_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator's result under a dispatch mode. There autograd adds nothing in place; where it would without, it is
+    done here."""
+    return args[0].add_(args[1]) if _adds_a_part(func, args) else func(*args, **kwargs)
+
+
+def _adds_a_part(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.add.Tensor or not hasattr(args[0], _MARK):
-        return None
+        return False
     node = torch._C._current_autograd_node()
-    if node is None or hasattr(node, "variable"):
-        return None  # all parts are together: what a hook of the user's adds is no part
-    total: torch.Tensor = args[0]
-    return total.add_(args[1])
+    # Where a gradient arrives, all parts are together: what a hook of the user's adds is no part.
+    return node is not None and not hasattr(node, "variable")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.intercept.sums import sum_of_parts
+from ebbtide.intercept.sums import carried_out
 from ebbtide.memory.parts import kind_of_parts, part_of
 from ebbtide.record import Work
 from ebbtide.tracing.cost import tensors_in, work_of
@@ -58,8 +58,7 @@ class StorageMeter(TorchDispatchMode):
             return NotImplemented  # what it does with the parts is seen
         if func is _DEVICE:  # asked for at every turn
             return getattr(args[0], "fake_device", None) or func(*args)
-        total = sum_of_parts(func, args)
-        out = func(*args, **(kwargs or {})) if total is None else total
+        out = carried_out(func, args, kwargs or {})
         if self._device is not None and isinstance(out, torch.Tensor) and out.is_meta:
             return out  # somebody only asks what shape it would have
         work = work_of(func, args, kwargs or {}, out)
