@@ -22,11 +22,18 @@ from ebbtide.engine import Engine
 from ebbtide.errors import BudgetError, DiskError
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.ledger import Ledger
+from ebbtide.plan import search
 from ebbtide.run.tiers import Tiers
 from ebbtide.run.updater import Updater
 from harness import Count, config_of, expected
 
 SSD = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small models other plans move less, and all gradients stay."""
+    monkeypatch.setattr(search, "FRESH", 4)
 
 
 class Rooms:

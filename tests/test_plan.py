@@ -18,7 +18,7 @@ from ebbtide.plan.schedule import advance, on_demand
 from ebbtide.plan.search import FRESH
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.states import RunStates, State
-from ebbtide.plan.uses import SCALARS, uses_of
+from ebbtide.plan.uses import SCALARS, gradients_waiting, uses_of
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Access, Arrival, Moment, Record, event
 
 
@@ -151,8 +151,8 @@ def dearness(plan: Plan, budget: int) -> int:
 def test_where_ram_is_one_tier_chunks_leave_alone_what_activations_leave(
     layers: int, peak: int, share: int
 ) -> None:
-    """Memory that passes from the ones to the others is cleared by the system each time: it is worth more traffic, and
-    no plan that has it is dearer than where nothing ebbs. A few candidates are tried: a tenth is left to chance."""
+    """Memory that passes from the ones to the others is worth traffic, too, and no plan that has it is dearer than where
+    nothing ebbs. A few candidates are tried: a tenth is left to chance."""
     size, budget = 1000, peak + SCALARS + 150_000 + 140 * layers * share
     sizes = (2 * size,) * layers
     shape = ModelShape(
@@ -164,6 +164,31 @@ def test_where_ram_is_one_tier_chunks_leave_alone_what_activations_leave(
     assume(plan.traffic)  # else all is there at once
     assert dearness(plan, budget) <= 1.1 * dearness(other, budget)
     assert plan.least <= peak + SCALARS + 4 * size
+
+
+@pytest.mark.parametrize("budget", range(650_000, 1_250_001, 100_000))
+def test_gradients_that_wait_for_the_disk_have_room_until_backward_ends(budget: int) -> None:
+    """With a third of the updates left for forward, the disk does not rest there. Least of all there is room where the
+    gradient of a tied embedding comes, at the end; parameters leave for it that the next forward pass wants last."""
+    size, layers = 10_000, 12
+    sizes = (2 * size,) * layers
+    shape = ModelShape(
+        tuple((i,) for i in range(layers)), tuple(range(layers)), sizes, sizes, (10 * size,) * layers
+    )
+    record = small_record(layers, 2 * size)
+    record = replace(record, moments=(*record.moments[:-1], replace(record.moments[-1], peak=6 * size)))
+    chosen = Settings(budget, 0, ssd=10**9, in_backward=True)
+    plan = make_plan(shape, record, chosen)
+    waiting = gradients_waiting(shape, record, chosen, plan.host.ssd)
+    assert waiting[-1] == len(plan.host.ssd) * 2 * size // 3 and waiting[layers] == 0
+    assert all(
+        plan.static_bytes + held + level + wait <= budget
+        for held, level, wait in zip(plan.residency.occupied, plan.levels, waiting, strict=True)
+    )
+    if budget == 850_000:
+        assert plan.evicted == {("param", layers - 1)}
+    tight = make_plan(shape, record, replace(chosen, device=600_000))
+    assert len(tight.host.ssd) == layers, "what has no room for that is trained all the same"
 
 
 KEPT = 500

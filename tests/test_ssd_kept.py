@@ -81,6 +81,29 @@ def test_everybody_sees_what_only_ram_has(folder: Path, split: str, updates: str
     engine.close()
 
 
+def test_the_disk_begins_before_what_lives_in_ram_is_updated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(folder, FaultyIO(), "one tier of RAM")
+    for number in range(2):
+        step(engine, number)
+    updates = engine._session.updates
+    begun: list[int] = []
+    update = updates.chunks.update
+
+    def seen(index: int, *rest: Any) -> None:
+        begun.append(index)
+        update(index, *rest)
+
+    monkeypatch.setattr(updates.chunks, "update", seen)
+    step(engine, 2)
+    homes = [updates.homes[index] for index in begun]
+    assert {*homes} == {"device", "ssd"} and sorted(begun) == sorted({*begun})
+    assert homes == sorted(homes, reverse=True), "streams first"
+    assert engine.weights_sha256() == expected("gpt2", "none", 3)[0]
+    engine.close()
+
+
 def test_state_that_the_first_plan_takes_home_gives_its_place_on_ssd_back_unwritten(folder: Path) -> None:
     """Before there is a plan the device keeps half of its budget free; moments that no step has touched are nowhere."""
     budgets = {"device": 6_000_000, "host": 0, "ssd": SSD}

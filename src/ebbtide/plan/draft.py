@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add, sub
 
 from ebbtide.plan.activations import Away
 from ebbtide.plan.hostside import HostSide, beside_updates, fill_host, kept_bytes
@@ -14,7 +15,7 @@ from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings, may_leave
 from ebbtide.plan.stage import stored_bytes
-from ebbtide.plan.uses import least_room, levels_of, uses_of
+from ebbtide.plan.uses import gradients_waiting, least_room, levels_of, uses_of
 from ebbtide.record import Record
 
 
@@ -82,6 +83,8 @@ class Draft:
     rooms: tuple[int, ...]
     uses: tuple[Use, ...]
     residency: Residency
+    lacking: int = 0
+    """Bytes of gradients that wait for the disk in backward and have no room."""
 
     @property
     def short(self) -> tuple[int, int]:
@@ -91,6 +94,13 @@ class Draft:
     @property
     def traffic(self) -> int:
         return self.residency.traffic + streamed_traffic(self.host, self.settings)
+
+    @property
+    def waited_for(self) -> float:
+        """Bytes of state that the computation waits for at the end of backward, so that gradients find room: the disk
+        has nothing to do later, while forward goes on."""
+        gradients = sum(self.shape.gradient_bytes[i] for i in self.host.ssd)
+        return 2 * self.host.ssd_bytes * self.lacking / gradients if self.lacking else 0.0
 
     @property
     def exchanged(self) -> int:
@@ -172,10 +182,11 @@ def draft(
     kept: Mapping[int, int] | None = None,
     worth: int | None = None,
     floor: int = 0,
+    roomy: bool = False,
 ) -> Draft | None:
     """None where the device cannot even hold what lives there, or where more than `worth` bytes would move. `kept`:
     pieces of state on SSD that stay on the device, where that is RAM. `floor`: bytes that are left to non-model data
-    at all times."""
+    at all times. `roomy`: gradients that wait for the disk in backward have their room."""
     host = fill_host(shape, device, settings, kept)
     least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
@@ -183,7 +194,11 @@ def draft(
     static = fixed_bytes(shape, settings, device, host)
     pinned = settings.placement == "static"
     levels = tuple(max(level, floor) for level in levels_of(shape, record, settings))
-    rooms = tuple(settings.device - static - level for level in levels)
+    waiting = gradients_waiting(shape, record, settings, host.ssd)
+    rooms = tuple(
+        settings.device - static - level - (count if roomy else 0)
+        for level, count in zip(levels, waiting, strict=True)
+    )
     if min(rooms, default=0) < 0:
         return None
     uses = uses_of(shape, record, settings, device)
@@ -198,7 +213,12 @@ def draft(
         trained = [i for i, count in enumerate(shape.state_bytes) if count]
         residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
         residency.gathered += sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)
-    return Draft(shape, record, settings, device, host, static, levels, rooms, tuple(uses), residency)
+    lacking = 0
+    if not roomy:
+        lacking = max(map(sub, map(add, residency.occupied, waiting), rooms), default=0)
+    return Draft(
+        shape, record, settings, device, host, static, levels, rooms, tuple(uses), residency, max(0, lacking)
+    )
 
 
 def _with_evicted(

@@ -28,9 +28,9 @@ SMALL = 20_000
 """Moments times chunks: of what is small, all that the device may hold is tried with every room."""
 RUNGS = 32
 """Of room, in a factor of two."""
-FRESH = 4
-"""What a byte in memory that the system has to clear first is worth, in bytes that are moved (1.7 and 0.28 seconds a
-gigabyte on a virtual machine whose host has the free ones)."""
+FRESH = 1
+"""What a byte is worth that activations and chunks hand each other, in bytes that are moved: where they have one pool,
+that they change places, and no more RAM than that. The system would clear it, for four."""
 COARSE = 8
 """Of the rungs below, each so manieth is tried where the model is not small."""
 
@@ -135,19 +135,23 @@ class Search:
         if not self._new("rooms", what, rooms):
             return False
         settings = replace(self.settings, device=budget)
-        worth = int(self._least[0]) if self.best is not None and self.cost is None else None
-        made = draft(self.shape, self.record, settings, held.chunks, held.kept, worth, floor)
-        if made is None:
-            return False
-        if any(made.short):
-            if self.nearest is None or made.short < self.nearest.short:
+        best = False
+        # What moves so that gradients have room to wait is counted, and so is what is waited for where they have none.
+        streams = settings.in_backward and settings.ssd_beside_device and self.cost is None
+        for roomy in (True, False) if streams else (False,):
+            worth = int(self._least[0]) if self.best is not None and self.cost is None else None
+            made = draft(self.shape, self.record, settings, held.chunks, held.kept, worth, floor, roomy)
+            if made is None:
+                continue
+            if not any(made.short):
+                best |= self._compare(made, what)
+            elif not roomy and (self.nearest is None or made.short < self.nearest.short):
                 self.nearest = made
-            return False
-        return self._compare(made, what)
+        return best
 
     def _compare(self, made: Draft, what: tuple[object, ...]) -> bool:
         plan: Plan | None = None
-        found: tuple[float, int] = (made.traffic + FRESH * made.exchanged, -made.static)
+        found: tuple[float, int] = (made.traffic + FRESH * made.exchanged + made.waited_for, -made.static)
         if self.cost is not None:
             plan = made.plan()
             if not self._new("moves", what, plan.triggers):

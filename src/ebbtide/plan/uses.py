@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -14,6 +14,9 @@ from ebbtide.record import Record
 SCALARS = 4096
 """Bytes that every moment is given for what loops keep from iteration to iteration: losses, norms."""
 
+LEFT_FOR_FORWARD = 3
+"""Of updates in backward, each so manieth: backward takes twice as long as forward."""
+
 
 def levels_of(shape: ModelShape, record: Record, settings: Settings) -> tuple[int, ...]:
     """Non-model bytes by moment: the record's, once a micro-batch, then those of the updates."""
@@ -22,6 +25,21 @@ def levels_of(shape: ModelShape, record: Record, settings: Settings) -> tuple[in
         once[-1] = max(once[-1], record.between)  # its level stays until the next pass begins
     updates = 1 if settings.in_backward else shape.chunks
     return tuple(level + SCALARS for level in (*once * settings.accumulate, *[record.between] * updates))
+
+
+def gradients_waiting(
+    shape: ModelShape, record: Record, settings: Settings, streaming: Set[int]
+) -> list[int]:
+    """By moment, bytes of gradients of earlier ones that wait for the disk, where updates are in backward and one that
+    falls behind should find as much left to do as forward takes: else it rests there. `streaming`: the chunks whose
+    state it has."""
+    length = len(record.moments) * settings.accumulate + (1 if settings.in_backward else shape.chunks)
+    arrived = [0] * length
+    if settings.in_backward and settings.ssd_beside_device:
+        last = {shape.parameter_chunk[arrival.parameter]: arrival.moment for arrival in record.arrivals}
+        for chunk in streaming & last.keys():
+            arrived[last[chunk] + 1] += shape.gradient_bytes[chunk]
+    return [count // LEFT_FOR_FORWARD for count in accumulate(arrived)]
 
 
 def least_room(levels: Sequence[int], sizes: Sequence[int], uses: Sequence[Use]) -> int:

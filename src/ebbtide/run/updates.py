@@ -220,15 +220,36 @@ class Updates:
         """Starts the update of every chunk that has gradients, in forward order."""
         if self.lock_free is not None:
             self.lock_free.begin_step(self.steps.groups)
+        begun = self._begin_streaming(scale)
         for index in range(len(self.data.members)):
-            members = [m for m in self.data.members[index] if self.arrived[m]]
+            members = self._arrived(index)
             if members or (self.shares is not None and self.shares.updated(index)):
                 self.executor.updating(index)
-            if members:
+            if members and index not in begun:
                 self._update(index, members, scale)
         if self.shares is not None:
             self.shares.count_others()
         self.discard()
+
+    def _begin_streaming(self, scale: float) -> set[int]:
+        """The disk need not wait until all is updated that lives in RAM: of the updates that stream, the first begin as
+        far as nothing has to move for them."""
+        begun: set[int] = set()
+        if self.lock_free is not None or self.shares is not None or self.store.near != "device":
+            return begun
+        for index, home in enumerate(self.homes):
+            members = self._arrived(index) if home == "ssd" else []
+            if not members:
+                continue
+            chunks = {self.data.parameter_chunk(index), *self._sources(index, members)}
+            if not all(chunk.device_valid and chunk.move is None for chunk in chunks):
+                break  # what comes after it in forward does so here, too
+            self._update(index, members, scale)
+            begun.add(index)
+        return begun
+
+    def _arrived(self, index: int) -> list[int]:
+        return [m for m in self.data.members[index] if self.arrived[m]]
 
     def _update(self, index: int, members: list[int], scale: float) -> None:
         if self.lock_free is not None and self.homes[index] != "device":
@@ -236,14 +257,17 @@ class Updates:
             return
         for member in members:
             self.steps.counts[member] += 1
-        taken = self.taken.members
+        self.chunks.update(index, self._sources(index, members), scale)
+        self.taken.members.difference_update(members)
+
+    def _sources(self, index: int, members: list[int]) -> dict[Chunk, list[int]]:
+        """The chunks that hold gradients of these members, but for those that are kept as they came."""
         sources: dict[Chunk, list[int]] = {}
         for member in members:
             if member not in self.kept:
-                kind = "param" if member in taken else "grad"
+                kind = "param" if member in self.taken.members else "grad"
                 sources.setdefault(self.store.chunks[kind, index], []).append(member)
-        self.chunks.update(index, sources, scale)
-        taken.difference_update(members)
+        return sources
 
     def drain(self) -> None:
         """Waits for updates that go on beside the computation."""
