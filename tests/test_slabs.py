@@ -130,6 +130,21 @@ def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: None) -> None:
     assert in_pool().mapped == mapped
 
 
+@pytest.mark.parametrize("rest", [HUGE // 2, HUGE // 4 + 4096])
+def test_what_is_less_than_a_huge_page_is_not_faulted_in_again_either(pool: None, rest: int) -> None:
+    """Activations of odd sizes, whose huge pages gradients have between two passes."""
+    ours = Slabs()
+    activations = [ours.take(HUGE + HUGE // 2).fill_(7) for _ in range(8)]
+    mapped = in_pool().mapped
+    activations.clear()
+    gradients = [ours.take(2 * HUGE) for _ in range(4)]
+    assert all(bool((slab == 7).all()) for slab in gradients)
+    gradients.clear()
+    again = [ours.take(HUGE + rest) for _ in range(8)]
+    assert all(bool((slab == 7).all()) for slab in again)
+    assert in_pool().mapped == mapped
+
+
 def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: None) -> None:
     ours = Slabs()
     parts = [ours.take(HUGE // 3 - mmap.PAGESIZE) for _ in range(6)]

@@ -3,8 +3,9 @@
 // A fresh page is dear: the kernel clears it, and on a virtual machine its host may have to find it first. So a block
 // that is given is kept. One of the same size is handed out as it is; else others leave their huge pages to a new
 // mapping: mremap moves their entries in the page table, nothing is copied or cleared, and they stay huge, which direct
-// transfers to disks want. Blocks that are small beside a huge page share one, and leave it when the last of them is
-// given. No more is mapped than was ever out at once. Contents are undefined.
+// transfers to disks want. What of a block is less than a huge page moves likewise, to where no more than that is wanted.
+// Blocks that are small beside a huge page share one, and leave it when the last of them is given. No more is mapped than
+// was ever out at once. Contents are undefined.
 //
 // One pool for the process: what chunks leave, activations and gradients have next (allocator.cpp).
 
@@ -29,12 +30,15 @@ namespace {
 constexpr size_t WHOLE = size_t(2) << 20;  // a huge page
 // Pages that have moved may be a mapping each to the kernel, and it has no more than 65,530 for a process.
 constexpr size_t MOVED_AT_MOST = size_t(1) << 14;
+// Rests that nobody has are a mapping each, too.
+constexpr size_t RESTS_AT_MOST = size_t(1) << 14;
+constexpr size_t LEAST_REST = size_t(1) << 16;
 constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
 constexpr int PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS;
 
 struct Block {
   char *start;
-  size_t moved;  // of its huge pages, those that came from elsewhere
+  size_t moved;  // what came from elsewhere: huge pages, and the rest if it did
 };
 
 // A huge page in equal parts.
@@ -49,8 +53,10 @@ struct Pool {
   std::unordered_map<void *, std::pair<size_t, size_t>> out;  // size and moved pages, by address
   std::map<size_t, std::vector<Block>> kept;                  // by size; no empty ones
   std::vector<char *> loose;                                  // huge pages that nobody has
+  std::map<size_t, std::vector<char *>> rests;                // less than one each, by size; no empty ones
   std::unordered_map<char *, Shared> shared;                  // by huge page
   std::unordered_map<size_t, std::set<char *>> roomy;         // shared pages that have free parts, by their size
+  size_t rest_count = 0;
   size_t live = 0, spare = 0, most = 0, moved = 0;            // bytes out, bytes kept, their highest sum, pages
   size_t mapped = 0;                                          // bytes that were ever fresh
 };
@@ -97,24 +103,65 @@ Block pop(Pool &all, decltype(Pool::kept)::iterator found) {
   return block;
 }
 
-// A kept block of that size leaves its huge pages to whoever wants them; the rest goes back.
+// What is less than a huge page, and nobody's now, is kept if it is worth it.
+void leave_rest(Pool &all, char *start, size_t size) {
+#ifdef MREMAP_FIXED
+  if (size >= LEAST_REST && all.rest_count < RESTS_AT_MOST) {
+    all.rests[size].push_back(start);
+    ++all.rest_count;
+    return;
+  }
+#endif
+  munmap(start, size);
+  all.spare -= size;
+}
+
+// A kept block of that size leaves its pages to whoever wants them.
 void take_apart(Pool &all, decltype(Pool::kept)::iterator found) {
   const size_t size = found->first;
   const Block block = pop(all, found);
+  all.moved -= block.moved;
   size_t whole = 0;
 #ifdef MREMAP_FIXED
   whole = size / WHOLE * WHOLE;
 #endif
-  if (size > whole) munmap(block.start + whole, size - whole);
   for (size_t place = 0; place < whole; place += WHOLE) all.loose.push_back(block.start + place);
-  all.moved -= block.moved;
-  all.spare -= size - whole;
+  if (size > whole) leave_rest(all, block.start + whole, size - whole);
+}
+
+// Takes one of the rests, cut to `count` bytes where it is larger, which `count` becomes where it is smaller.
+char *rest_of(Pool &all, decltype(Pool::rests)::iterator found, size_t &count) {
+  const size_t size = found->first;
+  char *start = found->second.back();
+  found->second.pop_back();
+  if (found->second.empty()) all.rests.erase(found);
+  --all.rest_count;
+  if (size > count) leave_rest(all, start + count, size - count);
+  count = std::min(count, size);
+  return start;
+}
+
+// The smallest rest of at least `count` bytes, or else the largest, which `count` becomes; null where nobody has any.
+char *find_rest(Pool &all, size_t &count) {
+  auto found = all.rests.lower_bound(count);
+  if (found == all.rests.end()) {
+    const auto enough = [&](const auto &blocks) { return blocks.first % WHOLE >= count; };
+    const auto block = std::find_if(all.kept.begin(), all.kept.end(), enough);
+    if (block != all.kept.end()) take_apart(all, block);
+    found = all.rests.lower_bound(count);
+  }
+  if (found == all.rests.end() && !all.rests.empty()) --found;
+  return found == all.rests.end() ? nullptr : rest_of(all, found, count);
 }
 
 // Gives back to the system until no more than `most` bytes are kept: what is of least use to others first.
 void shrink(Pool &all, size_t most) {
   while (all.spare > most) {
-    if (!all.kept.empty() && all.kept.begin()->first < WHOLE) {
+    if (!all.rests.empty()) {
+      size_t size = all.rests.begin()->first;
+      munmap(rest_of(all, all.rests.begin(), size), size);
+      all.spare -= size;
+    } else if (!all.kept.empty() && all.kept.begin()->first < WHOLE) {
       take_apart(all, all.kept.begin());
     } else if (!all.loose.empty()) {
       munmap(all.loose.back(), WHOLE);
@@ -126,32 +173,56 @@ void shrink(Pool &all, size_t most) {
   }
 }
 
-// Puts loose pages in the place of the first `wanted` ones of a fresh block, as far as there are any; how many, or -1
-// where the block has a hole now: the system could not even map what it just had.
-long move_in(Pool &all, char *start, size_t wanted) {
-  size_t done = 0;
+// Moves pages to a place in a fresh block: 1 where they are there, 0 where it has fresh ones still, -1 where it has a hole
+// now: the system could not even map what it just had.
+int move_to(char *place, char *pages, size_t count) {
 #ifdef MREMAP_FIXED
-  wanted = all.moved < MOVED_AT_MOST ? std::min(wanted, MOVED_AT_MOST - all.moved) : 0;
-  while (all.loose.size() < wanted && !all.kept.empty() && std::prev(all.kept.end())->first >= WHOLE) {
+  if (mremap(pages, count, count, MREMAP_MAYMOVE | MREMAP_FIXED, place) != MAP_FAILED) return 1;
+  // What was there may be gone (too many mappings, say): a fresh page takes its place.
+  const bool whole = mmap(place, count, READ_WRITE, PRIVATE | MAP_FIXED_NOREPLACE, -1, 0) != MAP_FAILED || errno == EEXIST;
+  ask_for_huge(place, count);
+  return whole ? 0 : -1;
+#else
+  return 0;
+#endif
+}
+
+// Moves pages that somebody left to a place in a fresh block, and counts them.
+int give_to(Pool &all, Block &block, size_t place, char *pages, size_t count) {
+  const int found = move_to(block.start + place, pages, count);
+  if (found < 1) return found;
+  all.spare -= count;
+  all.mapped -= count;
+  ++all.moved;
+  ++block.moved;
+  return found;
+}
+
+// Loose pages for the first ones of a fresh block, and rests for its rest, as far as there are any; whether it is whole.
+bool move_in(Pool &all, Block &block, size_t size) {
+  const size_t whole = size / WHOLE * WHOLE;
+  const auto more = [&] { return all.moved < MOVED_AT_MOST; };
+  while (more() && all.loose.size() < size / WHOLE && !all.kept.empty() && std::prev(all.kept.end())->first >= WHOLE) {
     take_apart(all, std::prev(all.kept.end()));
   }
+  all.mapped += size;
+  int found = 1;
   // Neighbours stay neighbours: to the kernel they are one mapping then.
-  const size_t count = std::min(wanted, all.loose.size()), first = all.loose.size() - count;
-  bool whole = true;
-  for (; done < count; ++done) {
-    char *place = start + done * WHOLE;
-    if (mremap(all.loose[first + done], WHOLE, WHOLE, MREMAP_MAYMOVE | MREMAP_FIXED, place) != MAP_FAILED) continue;
-    // What was there may be gone (too many mappings, say): a fresh page takes its place.
-    whole = mmap(place, WHOLE, READ_WRITE, PRIVATE | MAP_FIXED_NOREPLACE, -1, 0) != MAP_FAILED || errno == EEXIST;
-    ask_for_huge(place, WHOLE);
-    break;
+  size_t place = 0, first = all.loose.size() - std::min(size / WHOLE, all.loose.size());
+  for (auto next = first; found == 1 && next < all.loose.size() && more(); ++next, place += WHOLE) {
+    found = give_to(all, block, place, all.loose[next], WHOLE);
   }
-  all.loose.erase(all.loose.begin() + first, all.loose.begin() + first + done);
-  all.spare -= done * WHOLE;
-  if (!whole) return -1;
-  all.moved += done;
-#endif
-  return static_cast<long>(done);
+  if (found < 1) place -= WHOLE;
+  all.loose.erase(all.loose.begin() + first, all.loose.begin() + first + place / WHOLE);
+  for (place = whole; found == 1 && place < size && more();) {
+    size_t count = size - place;
+    char *pages = find_rest(all, count);
+    if (!pages) break;
+    found = give_to(all, block, place, pages, count);
+    if (found < 1) leave_rest(all, pages, count);
+    place += count;
+  }
+  return found >= 0;
 }
 
 // A block that nobody kept: fresh, but for the pages that others leave it.
@@ -162,11 +233,10 @@ bool make(Pool &all, size_t size, Block &block) {
     block.start = fresh(size);
   }
   if (!block.start) return false;
-  const long moved = move_in(all, block.start, size / WHOLE);
-  if (moved < 0) munmap(block.start, size);
-  block.moved = moved < 0 ? 0 : moved;
-  all.mapped += size - block.moved * WHOLE;
-  return moved >= 0;
+  if (move_in(all, block, size)) return true;
+  munmap(block.start, size);
+  all.moved -= block.moved;
+  return false;
 }
 
 // A block that shares no page with others.
