@@ -15,7 +15,7 @@ from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings, may_leave
 from ebbtide.plan.stage import stored_bytes
-from ebbtide.plan.uses import gradients_waiting, least_room, levels_of, uses_of
+from ebbtide.plan.uses import gradients_waiting, last_arrivals, least_room, levels_of, uses_of
 from ebbtide.record import Record
 
 
@@ -62,7 +62,7 @@ class Plan:
 
     def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
         """Chunks whose state streams from SSD, in the order of their updates."""
-        last = {parameter_chunk[arrival.parameter]: arrival.moment for arrival in self.record.arrivals}
+        last = last_arrivals(self.record, parameter_chunk)
         found = [chunk for chunk in last if self.homes[chunk] == "ssd"]
         return sorted(found, key=(lambda chunk: (last[chunk], chunk)) if in_backward else None)
 

@@ -27,6 +27,11 @@ def levels_of(shape: ModelShape, record: Record, settings: Settings) -> tuple[in
     return tuple(level + SCALARS for level in (*once * settings.accumulate, *[record.between] * updates))
 
 
+def last_arrivals(record: Record, parameter_chunk: Sequence[int]) -> dict[int, int]:
+    """By chunk, the moment at which the last of its gradients arrives."""
+    return {parameter_chunk[arrival.parameter]: arrival.moment for arrival in record.arrivals}
+
+
 def gradients_waiting(
     shape: ModelShape, record: Record, settings: Settings, streaming: Set[int]
 ) -> list[int]:
@@ -36,7 +41,7 @@ def gradients_waiting(
     length = len(record.moments) * settings.accumulate + (1 if settings.in_backward else shape.chunks)
     arrived = [0] * length
     if settings.in_backward and settings.ssd_beside_device:
-        last = {shape.parameter_chunk[arrival.parameter]: arrival.moment for arrival in record.arrivals}
+        last = last_arrivals(record, shape.parameter_chunk)
         for chunk in streaming & last.keys():
             arrived[last[chunk] + 1] += shape.gradient_bytes[chunk]
     return [count // LEFT_FOR_FORWARD for count in accumulate(arrived)]
