@@ -33,12 +33,17 @@ constexpr size_t MOVED_AT_MOST = size_t(1) << 14;
 // Rests that nobody has are a mapping each, too.
 constexpr size_t RESTS_AT_MOST = size_t(1) << 14;
 constexpr size_t LEAST_REST = size_t(1) << 16;
+#ifdef MREMAP_FIXED
+constexpr bool MOVES = true;  // the system can move pages
+#else
+constexpr bool MOVES = false;
+#endif
 constexpr int READ_WRITE = PROT_READ | PROT_WRITE;
 constexpr int PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS;
 
 struct Block {
   char *start;
-  size_t moved;  // what came from elsewhere: huge pages, and the rest if it did
+  size_t moved;  // what came from elsewhere: huge pages, and pieces of the rest
 };
 
 // A huge page in equal parts.
@@ -105,13 +110,11 @@ Block pop(Pool &all, decltype(Pool::kept)::iterator found) {
 
 // What is less than a huge page, and nobody's now, is kept if it is worth it.
 void leave_rest(Pool &all, char *start, size_t size) {
-#ifdef MREMAP_FIXED
-  if (size >= LEAST_REST && all.rest_count < RESTS_AT_MOST) {
+  if (MOVES && size >= LEAST_REST && all.rest_count < RESTS_AT_MOST) {
     all.rests[size].push_back(start);
     ++all.rest_count;
     return;
   }
-#endif
   munmap(start, size);
   all.spare -= size;
 }
@@ -121,10 +124,7 @@ void take_apart(Pool &all, decltype(Pool::kept)::iterator found) {
   const size_t size = found->first;
   const Block block = pop(all, found);
   all.moved -= block.moved;
-  size_t whole = 0;
-#ifdef MREMAP_FIXED
-  whole = size / WHOLE * WHOLE;
-#endif
+  const size_t whole = MOVES ? size / WHOLE * WHOLE : 0;
   for (size_t place = 0; place < whole; place += WHOLE) all.loose.push_back(block.start + place);
   if (size > whole) leave_rest(all, block.start + whole, size - whole);
 }
@@ -201,7 +201,7 @@ int give_to(Pool &all, Block &block, size_t place, char *pages, size_t count) {
 // Loose pages for the first ones of a fresh block, and rests for its rest, as far as there are any; whether it is whole.
 bool move_in(Pool &all, Block &block, size_t size) {
   const size_t whole = size / WHOLE * WHOLE;
-  const auto more = [&] { return all.moved < MOVED_AT_MOST; };
+  const auto more = [&] { return MOVES && all.moved < MOVED_AT_MOST; };
   while (more() && all.loose.size() < size / WHOLE && !all.kept.empty() && std::prev(all.kept.end())->first >= WHOLE) {
     take_apart(all, std::prev(all.kept.end()));
   }

@@ -18,7 +18,7 @@ from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.stage import SLOTS
-from ebbtide.plan.uses import uses_of
+from ebbtide.plan.uses import last_arrivals, uses_of
 
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
@@ -265,12 +265,8 @@ class _Walk(Books):
 
     def _last_arrivals(self) -> dict[int, int]:
         base = len(self.plan.record.moments) * (self.plan.accumulate - 1)
-        lasts: dict[int, int] = {}
-        for arrival in self.plan.record.arrivals:
-            chunk = self.shape.parameter_chunk[arrival.parameter]
-            if self.shape.state_bytes[chunk]:
-                lasts[chunk] = max(lasts.get(chunk, 0), base + arrival.moment)
-        return lasts
+        lasts = last_arrivals(self.plan.record, self.shape.parameter_chunk)
+        return {chunk: base + moment for chunk, moment in lasts.items() if self.shape.state_bytes[chunk]}
 
     def _updates(self, base: int) -> None:
         if self.job.settings.in_backward:

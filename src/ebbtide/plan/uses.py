@@ -29,7 +29,11 @@ def levels_of(shape: ModelShape, record: Record, settings: Settings) -> tuple[in
 
 def last_arrivals(record: Record, parameter_chunk: Sequence[int]) -> dict[int, int]:
     """By chunk, the moment at which the last of its gradients arrives."""
-    return {parameter_chunk[arrival.parameter]: arrival.moment for arrival in record.arrivals}
+    found: dict[int, int] = {}
+    for arrival in record.arrivals:
+        chunk = parameter_chunk[arrival.parameter]
+        found[chunk] = max(found.get(chunk, 0), arrival.moment)
+    return found
 
 
 def gradients_waiting(

@@ -308,7 +308,7 @@ class Updates:
 
     def apply_chunk(self, index: int) -> None:
         """In-backward, state on the host: all gradients of a chunk are there, they go to the host and through."""
-        members = [m for m in self.data.members[index] if self.arrived[m]]
+        members = self._arrived(index)
         for member in members:
             self._refuse_nonfinite(member)
         self._update(index, members, self.scale)
