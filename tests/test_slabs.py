@@ -145,6 +145,32 @@ def test_what_is_less_than_a_huge_page_is_not_faulted_in_again_either(pool: None
     assert in_pool().mapped == mapped
 
 
+def test_rests_make_up_whole_pages_before_fresh_memory_does(pool: None) -> None:
+    """Activations of odd sizes, and logits that want all that those leave; over and over."""
+    ours = Slabs()
+    for fresh in (True, False, False):
+        activations = [ours.take(HUGE + HUGE // 2) for _ in range(8)]
+        assert fresh or all(bool((slab == 7).all()) for slab in activations)
+        for slab in activations:
+            slab.fill_(7)
+        mapped = in_pool().mapped
+        del activations, slab
+        logits = ours.take(12 * HUGE)
+        assert bool((logits == 7).all())
+        assert in_pool().mapped == mapped and in_pool().kept == 0
+        del logits
+
+
+def test_huge_pages_are_cut_before_fresh_memory_takes_their_place(pool: None) -> None:
+    ours = Slabs()
+    large = ours.take(12 * HUGE).fill_(7)
+    mapped = in_pool().mapped
+    del large
+    odd = [ours.take(HUGE + HUGE // 2) for _ in range(8)]
+    assert all(bool((slab == 7).all()) for slab in odd)
+    assert in_pool().mapped == mapped and in_pool().kept == 0
+
+
 def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: None) -> None:
     ours = Slabs()
     parts = [ours.take(HUGE // 3 - mmap.PAGESIZE) for _ in range(6)]

@@ -3,7 +3,8 @@
 // A fresh page is dear: the kernel clears it, and on a virtual machine its host may have to find it first. So a block
 // that is given is kept. One of the same size is handed out as it is; else others leave their huge pages to a new
 // mapping: mremap moves their entries in the page table, nothing is copied or cleared, and they stay huge, which direct
-// transfers to disks want. What of a block is less than a huge page moves likewise, to where no more than that is wanted.
+// transfers to disks want. What of a block is less than a huge page moves likewise, to where no more than that is wanted,
+// or to where a huge page is and it would have to go; and huge pages are cut before fresh memory takes their place.
 // Blocks that are small beside a huge page share one, and leave it when the last of them is given. No more is mapped than
 // was ever out at once. Contents are undefined.
 //
@@ -16,6 +17,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -43,7 +45,8 @@ constexpr int PRIVATE = MAP_PRIVATE | MAP_ANONYMOUS;
 
 struct Block {
   char *start;
-  size_t moved;  // what came from elsewhere: huge pages, and pieces of the rest
+  size_t moved;               // what came from elsewhere: huge pages, and pieces
+  std::vector<size_t> small;  // pieces that are no huge pages, at its end: each may be moved by itself
 };
 
 // A huge page in equal parts.
@@ -55,13 +58,13 @@ struct Shared {
 
 struct Pool {
   std::mutex lock;
-  std::unordered_map<void *, std::pair<size_t, size_t>> out;  // size and moved pages, by address
+  std::unordered_map<void *, std::pair<size_t, Block>> out;   // with their sizes, by address
   std::map<size_t, std::vector<Block>> kept;                  // by size; no empty ones
   std::vector<char *> loose;                                  // huge pages that nobody has
-  std::map<size_t, std::vector<char *>> rests;                // less than one each, by size; no empty ones
+  std::map<size_t, std::vector<char *>> rests;                // other pieces, by size; no empty ones
   std::unordered_map<char *, Shared> shared;                  // by huge page
   std::unordered_map<size_t, std::set<char *>> roomy;         // shared pages that have free parts, by their size
-  size_t rest_count = 0;
+  size_t rest_count = 0, rest_bytes = 0;
   size_t live = 0, spare = 0, most = 0, moved = 0;            // bytes out, bytes kept, their highest sum, pages
   size_t mapped = 0;                                          // bytes that were ever fresh
 };
@@ -102,17 +105,18 @@ char *fresh(size_t count) {
 
 // A kept block of that size, out of the books.
 Block pop(Pool &all, decltype(Pool::kept)::iterator found) {
-  const Block block = found->second.back();
+  Block block = std::move(found->second.back());
   found->second.pop_back();
   if (found->second.empty()) all.kept.erase(found);
   return block;
 }
 
-// What is less than a huge page, and nobody's now, is kept if it is worth it.
+// A piece that is nobody's now is kept if it is worth it.
 void leave_rest(Pool &all, char *start, size_t size) {
   if (MOVES && size >= LEAST_REST && all.rest_count < RESTS_AT_MOST) {
     all.rests[size].push_back(start);
     ++all.rest_count;
+    all.rest_bytes += size;
     return;
   }
   munmap(start, size);
@@ -124,9 +128,19 @@ void take_apart(Pool &all, decltype(Pool::kept)::iterator found) {
   const size_t size = found->first;
   const Block block = pop(all, found);
   all.moved -= block.moved;
-  const size_t whole = MOVES ? size / WHOLE * WHOLE : 0;
-  for (size_t place = 0; place < whole; place += WHOLE) all.loose.push_back(block.start + place);
-  if (size > whole) leave_rest(all, block.start + whole, size - whole);
+  const size_t small = std::accumulate(block.small.begin(), block.small.end(), size_t(0));
+  size_t place = 0;
+  for (; place < size - small; place += WHOLE) {
+    if (MOVES) {
+      all.loose.push_back(block.start + place);
+    } else {
+      leave_rest(all, block.start + place, WHOLE);
+    }
+  }
+  for (const size_t piece : block.small) {
+    leave_rest(all, block.start + place, piece);
+    place += piece;
+  }
 }
 
 // Takes one of the rests, cut to `count` bytes where it is larger, which `count` becomes where it is smaller.
@@ -136,18 +150,32 @@ char *rest_of(Pool &all, decltype(Pool::rests)::iterator found, size_t &count) {
   found->second.pop_back();
   if (found->second.empty()) all.rests.erase(found);
   --all.rest_count;
+  all.rest_bytes -= size;
   if (size > count) leave_rest(all, start + count, size - count);
   count = std::min(count, size);
   return start;
 }
 
+// A kept block that has a piece of at least `count` bytes, or the end.
+decltype(Pool::kept)::iterator with_piece(Pool &all, size_t count) {
+  return std::find_if(all.kept.begin(), all.kept.end(), [&](const auto &blocks) {
+    const std::vector<size_t> &small = blocks.second.back().small;
+    return std::any_of(small.begin(), small.end(), [&](size_t piece) { return piece >= count; });
+  });
+}
+
 // The smallest rest of at least `count` bytes, or else the largest, which `count` becomes; null where nobody has any.
-char *find_rest(Pool &all, size_t &count) {
+// `cut`: then a huge page is taken apart.
+char *find_rest(Pool &all, size_t &count, bool cut) {
   auto found = all.rests.lower_bound(count);
   if (found == all.rests.end()) {
-    const auto enough = [&](const auto &blocks) { return blocks.first % WHOLE >= count; };
-    const auto block = std::find_if(all.kept.begin(), all.kept.end(), enough);
+    const auto block = with_piece(all, count);
     if (block != all.kept.end()) take_apart(all, block);
+    if (all.rests.empty() && cut && all.loose.empty() && !all.kept.empty()) take_apart(all, std::prev(all.kept.end()));
+    if (all.rests.empty() && cut && !all.loose.empty()) {
+      leave_rest(all, all.loose.back(), WHOLE);
+      all.loose.pop_back();
+    }
     found = all.rests.lower_bound(count);
   }
   if (found == all.rests.end() && !all.rests.empty()) --found;
@@ -198,13 +226,24 @@ int give_to(Pool &all, Block &block, size_t place, char *pages, size_t count) {
   return found;
 }
 
-// Loose pages for the first ones of a fresh block, and rests for its rest, as far as there are any; whether it is whole.
+// How many places of huge pages in a fresh block are to be made up of smaller pieces. `open`: what loose pages leave of
+// them; `excess`: what has to go otherwise.
+size_t made_up(Pool &all, size_t open, size_t rest, size_t excess) {
+  if (!open || excess <= rest) return 0;
+  const size_t wanted = std::min(excess, open + rest);
+  while (all.rest_bytes < wanted && !all.kept.empty()) take_apart(all, all.kept.begin());
+  const size_t found = std::min(wanted, all.rest_bytes);
+  return found > rest ? (found - rest) / WHOLE : 0;
+}
+
+// Loose pages for the first places of a fresh block, and pieces for the last, as far as there are any; whether it is whole.
 bool move_in(Pool &all, Block &block, size_t size) {
-  const size_t whole = size / WHOLE * WHOLE;
   const auto more = [&] { return MOVES && all.moved < MOVED_AT_MOST; };
   while (more() && all.loose.size() < size / WHOLE && !all.kept.empty() && std::prev(all.kept.end())->first >= WHOLE) {
     take_apart(all, std::prev(all.kept.end()));
   }
+  const size_t allowed = std::max(all.most, all.live + size) - all.live - size;  // may be kept beside this block
+  const auto excess = [&] { return all.spare > allowed ? all.spare - allowed : 0; };
   all.mapped += size;
   int found = 1;
   // Neighbours stay neighbours: to the kernel they are one mapping then.
@@ -214,14 +253,20 @@ bool move_in(Pool &all, Block &block, size_t size) {
   }
   if (found < 1) place -= WHOLE;
   all.loose.erase(all.loose.begin() + first, all.loose.begin() + first + place / WHOLE);
-  for (place = whole; found == 1 && place < size && more();) {
+  const size_t rest = size % WHOLE, open = size - rest - place;
+  for (place = size - rest - (more() ? made_up(all, open, rest, excess()) * WHOLE : 0); found == 1 && place < size && more();) {
     size_t count = size - place;
-    char *pages = find_rest(all, count);
+    char *pages = find_rest(all, count, excess() > 0);
     if (!pages) break;
     found = give_to(all, block, place, pages, count);
-    if (found < 1) leave_rest(all, pages, count);
-    place += count;
+    if (found == 1) {
+      block.small.push_back(count);
+      place += count;
+    } else {
+      leave_rest(all, pages, count);
+    }
   }
+  if (place < size) block.small.push_back(size - place);
   return found >= 0;
 }
 
@@ -241,7 +286,7 @@ bool make(Pool &all, size_t size, Block &block) {
 
 // A block that shares no page with others.
 void *take_whole(Pool &all, size_t size) {
-  Block block{nullptr, 0};
+  Block block{nullptr, 0, {}};
   const auto same = all.kept.find(size);
   if (same != all.kept.end()) {
     block = pop(all, same);
@@ -249,14 +294,15 @@ void *take_whole(Pool &all, size_t size) {
   } else if (!make(all, size, block)) {
     return nullptr;
   }
-  all.out[block.start] = {size, block.moved};
+  char *start = block.start;
+  all.out[start] = {size, std::move(block)};
   all.live += size;
-  return block.start;
+  return start;
 }
 
 void give_whole(Pool &all, decltype(Pool::out)::iterator found) {
-  const auto [size, moved] = found->second;
-  all.kept[size].push_back({static_cast<char *>(found->first), moved});
+  const size_t size = found->second.first;
+  all.kept[size].push_back(std::move(found->second.second));
   all.out.erase(found);
   all.live -= size;
   all.spare += size;
