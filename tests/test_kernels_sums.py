@@ -39,6 +39,16 @@ def test_sums_follow_the_stated_order(dtype):
     assert plain > 0, "the data cannot tell one order from another"
 
 
+@pytest.mark.parametrize("many", [1, 9000], ids=["alone", "with helpers"])
+def test_a_look_at_many_gives_the_sum_of_each(many):
+    """Of several types and lengths, more elements than one thread takes among them."""
+    flats = [torch.randn(n).to(dtype) for n in (*SIZES, 0, 2000 * many + 3) for dtype in TYPES]
+    expected = [float(FALLBACK.sum_of_squares(flat)) for flat in flats]
+    for kernels in ALL.values():
+        assert [float(total) for total in kernels.look(flats, norm=True)] == expected
+        assert kernels.look([], norm=True) == []
+
+
 @pytest.mark.parametrize("add", [False, True], ids=["copy", "add"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_capture_is_torch_with_a_sum(dtype, add):
@@ -83,13 +93,14 @@ def test_the_sum_is_finite_exactly_if_every_element_is(dtype, bad):
     largest = torch.full((5000,), torch.finfo(dtype).max, dtype=dtype)
     for kernels in ALL.values():
         assert np.isfinite(float(kernels.sum_of_squares(largest)))
-        assert float(kernels.nonfinite(largest)) == float(kernels.nonfinite(-largest)) == 0.0
+        assert [float(x) for x in kernels.look([largest, -largest], norm=False)] == [0.0, 0.0]
         for place in (0, 1030, 4999):
             x = torch.zeros(5000, dtype=dtype)
             x[place] = bad
             assert not np.isfinite(float(kernels.sum_of_squares(x)))
-            assert float(kernels.nonfinite(x)) != 0.0
-            assert float(kernels.nonfinite(torch.cat([largest.repeat(500), x]))) != 0.0
+            long = torch.cat([largest.repeat(4000), x])
+            seen = [float(y) for y in kernels.look([largest, x, long, largest], norm=False)]
+            assert [y == 0.0 for y in seen] == np.isfinite(seen).tolist() == [True, False, False, True]
             assert not np.isfinite(float(kernels.capture(torch.zeros_like(x), x, True)))
 
 

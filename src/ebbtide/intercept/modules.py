@@ -29,7 +29,7 @@ def _refuse_copy(*_: Any) -> NoReturn:
 
 def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Parameter) -> None:
     found = interceptor()
-    if found is not None:
+    if found is not None and not found.resting:
         found.observer.gradient(index)
 
 
@@ -90,6 +90,7 @@ class Interceptor:
         self._handles: list[Any] = []
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
         owned = Counter(run for _, unit in units for run in unit.runs)
+        self._resting = False
         self._tied = frozenset(run for run, owners in owned.items() if owners > 1)
         self._install(module, runs, {id(owner): unit for owner, unit in units})
 
@@ -142,7 +143,19 @@ class Interceptor:
 
     # -- events ---------------------------------------------------------------------------------------
 
+    @property
+    def resting(self) -> bool:
+        return self._resting
+
+    def rest(self, resting: bool) -> None:
+        """Whether the observer need not be told of anything: every weight stays where it is, and may be read."""
+        if resting != self._resting:
+            self._resting = resting
+            self.active = [users + (1 if resting else -1) for users in self.active]
+
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
+        if self._resting:
+            return
         frame = _Frame(unit, False)
         if unit is not None:
             # The observer may refuse (no room): then the frame does not exist and nothing is left pinned.
@@ -153,11 +166,11 @@ class Interceptor:
         self._frames.append(frame)
 
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
+        if unit is not None and not self._tied.isdisjoint(unit.runs) and torch.is_grad_enabled():
+            outputs = [value for value in tree_iter(output) if isinstance(value, torch.Tensor)]
+            own_parts(outputs, [p for p in module._parameters.values() if p is not None])
         # An always-called hook also fires where our own `enter` refused: then there is no frame of this unit.
         if self._frames and self._frames[-1].unit is unit:
-            if unit is not None and not self._tied.isdisjoint(unit.runs) and torch.is_grad_enabled():
-                outputs = [value for value in tree_iter(output) if isinstance(value, torch.Tensor)]
-                own_parts(outputs, [p for p in module._parameters.values() if p is not None])
             self._close(self._frames.pop())
 
     def _close(self, frame: _Frame) -> None:
@@ -183,6 +196,8 @@ class Interceptor:
     def substituted(self, observer: Observer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Other parameters in place of the managed ones, and another observer: for an imagined pass. They stay
         until backward is over, for checkpoints read them again there."""
+        resting = self._resting
+        self.rest(False)
         stand_in = {id(real): other for real, other in zip(self._parameters, parameters, strict=True)}
         previous, self.observer = self.observer, observer
         originals = [(table, name, p) for _, table in self._tables for name, p in table.items()]
@@ -196,6 +211,7 @@ class Interceptor:
             for table, name, parameter in originals:
                 dict.__setitem__(table, name, parameter)
             self.observer = previous
+            self.rest(resting)
 
     # -- scopes ---------------------------------------------------------------------------------------
 
@@ -203,7 +219,7 @@ class Interceptor:
     def scope(self) -> Iterator[None]:
         """Around a forward or backward pass of the whole model: hooks outermost, and no frame left behind."""
         depth = len(self._frames)
-        pushed = self._saved.push()
+        pushed = not self._resting and self._saved.push()
         try:
             yield
         finally:

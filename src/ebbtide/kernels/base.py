@@ -17,7 +17,7 @@ left.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
 
@@ -159,6 +159,9 @@ class Kernels(Protocol):
     def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
         """One optimizer step, in place."""
 
+    def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+        """Those of several, which have no element in common; begun while the next are still being listed."""
+
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         """Copy or add a gradient; returns the sum of squares of the result, in memory order.
 
@@ -182,8 +185,9 @@ class Kernels(Protocol):
         """What ranks sent of the same elements, one after the other: added in their order in fp32, scaled, rounded once
         to nearest even, NaN made canonical."""
 
-    def nonfinite(self, flat: Tensor) -> SupportsFloat:
-        """Not zero where an element is infinite or NaN: all that is asked where no norm is wanted."""
+    def look(self, flats: Sequence[Tensor], norm: bool) -> Sequence[SupportsFloat]:
+        """The sum of squares of each vector; where no `norm` is wanted, a number that is finite exactly if
+        that is."""
 
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         """Store fp32 numbers as parameter and master; without a master only the parameter, rounded."""

@@ -5,9 +5,12 @@ it never waits for a helper that is busy elsewhere. Results do not depend on who
 """
 
 import ctypes
+import math
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -31,6 +34,8 @@ SHORT, SHORT_BYTES, SHORT_LOOK = 1 << 17, 1 << 21, 1 << 24
 """Up to this, waking a helper costs more than it saves."""
 
 Function = Callable[..., None]
+Call = tuple[Function, tuple[object, ...], int]
+"""A function, its pointers, and for how many elements."""
 
 
 class NativeKernels:
@@ -48,16 +53,29 @@ class NativeKernels:
         self._fallback = FallbackKernels()
 
     def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
+        self.update_all(rule, [(operands, coefficients)])
+
+    def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+        held: list[Operands] = []
+
+        def calls() -> Iterator[Call]:
+            for operands, coefficients in pieces:
+                held.append(operands)  # helpers may be at it when the next one is listed
+                yield self._update(rule, operands, coefficients)
+
+        self._run_all(calls())
+
+    def _update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> Call:
         o = operands
         function = self._find(f"{rule.name}_{form_of(o.parameter, o.master)}_{TYPES[o.gradient.dtype]}", 7)
         if function is None:
             self._fallback.update(rule, o, coefficients)
-            return
+            return _nothing, (), 0
         _require_cpu(o.parameter)
         states = (ctypes.c_void_p * len(o.states))(*[state.data_ptr() for state in o.states])
         numbers = (ctypes.c_float * len(coefficients))(*coefficients)
         pointers = (o.parameter.data_ptr(), o.gradient.data_ptr(), _pointer(o.master), states, numbers)
-        self._run(function, pointers, o.parameter.numel())
+        return function, pointers, o.parameter.numel()
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> float:
         require_capture(destination, source)
@@ -103,13 +121,27 @@ class NativeKernels:
         pointers = (destination.data_ptr(), received.data_ptr(), first, first + 8, ctypes.addressof(number))
         self._run(self._get(f"sum_ranks_{TYPES[destination.dtype]}", 7), pointers, each)
 
-    def nonfinite(self, flat: Tensor) -> float:
-        require_vectors(flat)
-        _require_cpu(flat)
-        found = ctypes.c_int64(0)
-        function = self._get(f"nonfinite_{TYPES[flat.dtype]}", 4)
-        self._run(function, (flat.data_ptr(), ctypes.addressof(found)), flat.numel(), SHORT_LOOK)
-        return float(found.value)
+    def look(self, flats: Sequence[Tensor], norm: bool) -> list[float]:
+        for flat in flats:
+            require_vectors(flat)
+            _require_cpu(flat)
+        lengths = [flat.numel() for flat in flats]
+        short = SHORT if norm or sum(lengths) > SHORT_LOOK else SHORT_LOOK
+        counts = [-(-length // BLOCK) if norm else 1 for length in lengths]
+        places = list(accumulate(counts, initial=0))[:-1]
+        found = (ctypes.c_double * sum(counts))() if norm else (ctypes.c_int64 * sum(counts))()
+        calls: list[Call] = []
+        for flat, length, place in zip(flats, lengths, places, strict=True):
+            address, type_ = ctypes.addressof(found) + 8 * place, TYPES[flat.dtype]
+            if norm:
+                calls.append((self._get(f"look_{type_}", 5), (flat.data_ptr(), None, address), length))
+            else:
+                calls.append((self._get(f"nonfinite_{type_}", 4), (flat.data_ptr(), address), length))
+        self._run_all(calls, short)
+        if not norm:
+            return [math.nan if one else 0.0 for one in found]
+        first = ctypes.addressof(found)
+        return [float(self._pairwise(first + 8 * place, n)) for place, n in zip(places, counts, strict=True)]
 
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         require_numbers(master32)
@@ -148,18 +180,30 @@ class NativeKernels:
         return float(self._pairwise(sums, blocks))
 
     def _run(self, function: Function, pointers: tuple[object, ...], length: int, short: int = SHORT) -> None:
-        if length <= short or self.threads == 1:
-            function(*pointers, None, length)
-            return
-        drawn = ctypes.c_int64(0)  # the counter of Note "shared work" in adam.cpp
-        arguments = (*pointers, ctypes.addressof(drawn), length)
-        helping = [self._helpers.submit(function, *arguments) for _ in range(self.threads - 1)]
+        self._run_all([(function, pointers, length)], short)
+
+    def _run_all(self, calls: Iterable[Call], short: int = SHORT) -> None:
+        """Calls for vectors that have no element in common. Helpers are woken once: they begin with the first long ones
+        while others are still being listed, and share them all with the caller."""
+        shared: list[tuple[Call, ctypes.c_int64]] = []
+        queues: list[SimpleQueue[tuple[Call, ctypes.c_int64] | None]] = []
+        helping: list[Future[None]] = []
         try:
-            function(*arguments)
+            for function, pointers, length in calls:
+                if length <= short or self.threads == 1:
+                    function(*pointers, None, length)
+                    continue
+                shared.append(((function, pointers, length), ctypes.c_int64(0)))
+                if not queues:
+                    queues = [SimpleQueue() for _ in range(self.threads - 1)]
+                    helping = [self._helpers.submit(_work_off, iter(queue.get, None)) for queue in queues]
+                for queue in queues:
+                    queue.put(shared[-1])
+            _work_off(shared)
         finally:
-            for helper in helping:  # they use the caller's memory until they are done
-                if not helper.cancel():
-                    helper.result()
+            for queue in queues:
+                queue.put(None)
+            _end(helping)
 
     def _get(self, name: str, arguments: int) -> Function:
         function = self._find(name, arguments)
@@ -176,6 +220,23 @@ class NativeKernels:
                 function.restype = None
             self._functions[name] = function
         return self._functions[name]
+
+
+def _work_off(calls: Iterable[tuple[Call, ctypes.c_int64]]) -> None:
+    """Each with its counter of Note "shared work" in adam.cpp."""
+    for (function, pointers, length), drawn in calls:
+        function(*pointers, ctypes.addressof(drawn), length)
+
+
+def _nothing(*_: object) -> None:
+    """In place of a call that has been made."""
+
+
+def _end(helping: Sequence[Future[None]]) -> None:
+    """Helpers use the caller's memory until they are done."""
+    for helper in helping:
+        if not helper.cancel():
+            helper.result()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

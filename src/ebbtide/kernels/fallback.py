@@ -1,7 +1,7 @@
 """The kernels in plain torch: the same bits, without a compiler, on any device, for any rule."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import SupportsFloat
 
 import torch
@@ -38,6 +38,10 @@ class FallbackKernels:
             gradient = o.gradient[at].to(torch.float32)
             rule.formula(number, gradient, tuple(state[at] for state in o.states), coefficients)
             _store(number, parameter, master)
+
+    def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+        for operands, coefficients in pieces:
+            self.update(rule, operands, coefficients)
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         require_capture(destination, source)
@@ -79,10 +83,13 @@ class FallbackKernels:
             destination[at] = _make_nan_canonical(total * number)
 
     @torch.no_grad()
-    def nonfinite(self, flat: Tensor) -> SupportsFloat:
-        require_vectors(flat)
-        found = flat.isfinite().logical_not().any().float()
-        return found.item() if found.is_cpu else found
+    def look(self, flats: Sequence[Tensor], norm: bool) -> Sequence[SupportsFloat]:
+        if norm:
+            return [self.sum_of_squares(flat) for flat in flats]
+        for flat in flats:
+            require_vectors(flat)
+        found = [torch.where(flat.isfinite().all(), 0.0, torch.nan) for flat in flats]
+        return [one.item() if one.is_cpu else one for one in found]
 
     @torch.no_grad()
     def split(self, master32: Tensor, parameter: Tensor, master: Tensor | None) -> None:

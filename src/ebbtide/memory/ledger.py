@@ -67,7 +67,10 @@ class Ledger:
         return self.budgets[tier] - self._needed[tier]
 
     def _look(self, tier: str) -> None:
-        now = self.reserved[tier] + self._expected[tier]
+        self.look_back(tier, self.reserved[tier] + self._expected[tier])
+
+    def look_back(self, tier: str, now: int) -> None:
+        """What was held at some time, non-model data among it."""
         self.peak[tier] = max(self.peak[tier], now)
         self._needed[tier] = max(self._needed[tier], now - self.tags[tier][SNAPSHOT])
 

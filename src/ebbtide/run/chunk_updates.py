@@ -6,7 +6,7 @@ and whoever wants the chunk waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
@@ -21,6 +21,9 @@ from ebbtide.run.model import ModelData, dense
 from ebbtide.run.places import Places
 from ebbtide.run.steps import Segment, Steps
 from ebbtide.run.updater import Updater
+
+Piece = tuple[Operands, Sequence[float]]
+"""What the kernels update in one go, and its coefficients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,8 @@ class ChunkUpdates:
             if chunk.work is not None:
                 chunk.work.settle()
         parts: list[Part] = []
-        bring = self._bringing(parts, owned, self._segments(sources, scale), self._parts_alone(alone, scale))
+        by_themselves = list(self._parts_alone(alone, scale))
+        bring = self._bringing(parts, owned, self._segments(sources, scale), by_themselves)
         # Without that much room at all times, whoever waits for the update later could not have it.
         early = tier == "device" and not at_once and self.places.room.always(sum(c.nbytes for c in owned))
         needs = bring if early else brought(bring)
@@ -175,21 +179,23 @@ class ChunkUpdates:
             (c, segment) for c, members in sources.items() for segment in self.steps.segments(members, scale)
         ]
 
-    def _parts_alone(self, members: Sequence[int], scale: float) -> list[Part]:
-        return [
-            Part(segment, [(0, dense(self.kept[member]))])
-            for member in members
-            for segment in self.steps.segments([member], scale)
-        ]
+    def _parts_alone(self, members: Sequence[int], scale: float) -> Iterator[Part]:
+        for member in members:
+            for segment in self.steps.segments([member], scale):
+                yield Part(segment, [(0, dense(self.kept[member]))])
 
-    def run(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
+    def run(self, tier: str, index: int, parts: Iterable[Part], values: Chunk | None = None) -> None:
         """The arithmetic: all copies are valid on `tier` and nobody else looks at them. `values`: parameters in a
         buffer, in place of the chunk's."""
         copies = (values or self.data.parameter_chunk(index), *self.state_chunks(index))
-        for part in parts:
-            offset, count = part.segment.offset, part.segment.count
-            rows = [list(chunk.slices(tier, offset, count)) for chunk in copies]
-            self._apply(tier, index, [*rows, part.gradient], part.segment)
+
+        def pieces() -> Iterator[Piece]:
+            for part in parts:
+                offset, count = part.segment.offset, part.segment.count
+                rows = [list(chunk.slices(tier, offset, count)) for chunk in copies]
+                yield from self._pieces(index, [*rows, part.gradient], part.segment)
+
+        self.kernels[tier].update_all(self.rule, pieces())
 
     def stream(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
         """The same, with state that comes from SSD in pieces and goes back."""
@@ -210,18 +216,18 @@ class ChunkUpdates:
                     states = [[(0, held[begin : begin + common.count])] for held in slot.parts]
                     gradient = _between(part.gradient, common.offset - part.segment.offset, common.count)
                     copy = list(param.slices(tier, common.offset, common.count))
-                    self._apply(tier, index, [copy, *states, gradient], common)
+                    pieces = self._pieces(index, [copy, *states, gradient], common)
+                    self.kernels[tier].update_all(self.rule, pieces)
                 done = True
             finally:
                 stream.give(slot, changed=done)
 
-    def _apply(self, tier: str, index: int, rows: Sequence[Slices], segment: Segment) -> None:
+    def _pieces(self, index: int, rows: Sequence[Slices], segment: Segment) -> Iterator[Piece]:
         """`rows`: parameter, state by kind, gradient."""
         has_master = ("master", index) in self.store.chunks
         for _, (parameter, *states, gradient) in cut(rows, segment.count):
             master = states.pop(0) if has_master else None
-            operands = Operands(parameter, gradient, master, tuple(states))
-            self.kernels[tier].update(self.rule, operands, segment.coefficients)
+            yield Operands(parameter, gradient, master, tuple(states)), segment.coefficients
 
 
 def _parts(segments: Sequence[tuple[Chunk, Segment]], tier: str) -> list[Part]:

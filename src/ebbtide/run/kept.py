@@ -41,6 +41,9 @@ class KeptGradients:
     def __getitem__(self, member: int) -> torch.Tensor:
         return self._tensors[member]
 
+    def members(self) -> list[int]:
+        return list(self._tensors)
+
     def owns(self, storage: int) -> bool:
         return storage in self._storages
 
@@ -51,8 +54,8 @@ class KeptGradients:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
         dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """The gradient as it is kept. There must be room for it on the device."""
+    ) -> None:
+        """There must be room for it on the device."""
         nbytes = gradient.numel() * dtype.itemsize
         as_it_is = (
             gradient.dtype == dtype
@@ -67,7 +70,6 @@ class KeptGradients:
         storage = gradient.untyped_storage()._cdata
         self._storages.add(storage)
         self.claimed(storage)
-        return gradient
 
     def drop(self, member: int) -> None:
         self._forget(self._tensors.pop(member))
@@ -85,7 +87,7 @@ class KeptGradients:
 
     def clear(self) -> None:
         """Forgets what no update consumes."""
-        for member in list(self._tensors):
+        for member in self.members():
             self.drop(member)
 
     def _forget(self, tensor: torch.Tensor) -> None:

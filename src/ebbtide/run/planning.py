@@ -29,7 +29,7 @@ class Planning:
         self._traces, self._homes, self._streaming = traces, homes, streaming
         self._imagining, self._sharing = imagining, sharing
         self._in_backward = config.updates == "in-backward"
-        self._roomy = self._room.ledger.device_alone and config.device.memory == "auto"
+        self.roomy = self._room.ledger.device_alone and config.device.memory == "auto"
         """The device has all, and as much as there is."""
         self.needs_slices = False
         """Whether some batch had no plan with whole chunks exchanged between ranks."""
@@ -38,7 +38,7 @@ class Planning:
         """What is known of a batch like this one. Where that is nothing, a symbolic trace, so that even the first
         iteration has a plan; not needed where all is resident."""
         known = self._traces.find(signature)
-        if known is not None or self._roomy:
+        if known is not None or self.roomy:
             return known
         record = self._imagining.imagine(signature, args, kwargs)
         return None if record is None else self._traces.learn(record)
@@ -49,7 +49,7 @@ class Planning:
         reductions, device = sharing.reductions, self._room.budget("device")
         extra = reductions.extra()
         whole = device - extra if reductions.in_slices else device
-        short = known is None and extra > 0 and not self._roomy
+        short = known is None and extra > 0 and not self.roomy
         if known is not None and extra and not self._traces.fits(known, whole):
             short = self.needs_slices = self.needs_slices or self._traces.fits(known, whole + extra)
         in_slices = sharing.begin(micro, short or self.needs_slices)

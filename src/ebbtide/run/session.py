@@ -43,6 +43,7 @@ from ebbtide.run.model import ModelData, specs_of
 from ebbtide.run.planning import Planning
 from ebbtide.run.ranks import Ranks
 from ebbtide.run.recording import Recording
+from ebbtide.run.resting import Resting
 from ebbtide.run.room import HOSTED, Room
 from ebbtide.run.setup import Choice, check_fit
 from ebbtide.run.shares import SharedGradients
@@ -141,6 +142,14 @@ class Session:
             )
         self.planning = Planning(
             config, self.executor, self.traces, self.homes, self.streaming, self.imagining, self.sharing
+        )
+        alone = self.planning.roomy and companions is None and self.lock_free is None
+        alone = alone and self.room.activations is None
+        self.resting = Resting(
+            self.interceptor,
+            self.updates,
+            ledger,
+            possible=alone and self.updates.kept.always and not self.updates.in_backward,
         )
         self.unfreezing = Unfreezing(self.updates, self.room, self.homes, self.traces, self.sharing)
         self.pieces = 1
@@ -285,6 +294,7 @@ class Session:
             self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
             self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
+        self.resting.begin(known, plan, offset)
         self.executor.begin(plan, self.recording.recorder, offset)
 
     def reclaim(self) -> None:
@@ -309,7 +319,11 @@ class Session:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
         self.executor.reverse()
         with self.running():
-            yield
+            try:
+                self.resting.reverse()
+                yield
+            finally:
+                self.resting.take_in()
             self.updates.finish_backward()
             if not last:
                 # Nobody waits for another stage while a rank of this one gathers.
@@ -320,12 +334,15 @@ class Session:
             self.executor.turn()
 
     def _finish_pass(self) -> None:
-        if self.recording.finish():
+        if self.resting.now:
+            self.resting.finish()
+        elif self.recording.finish():
             self.executor.recorder = None
-        elif self.course.plan is not None and self.course.off_track():
-            known = self.traces.find(self.course.plan.record.signature)
+        elif (plan := self.course.plan) is not None:
+            known = self.traces.find(plan.record.signature)
             if known is not None:
-                known.stale = True
+                known.followed = not self.course.off_track()
+                known.stale = known.stale or not known.followed
         self.executor.finish()
         self.micro += 1
 

@@ -176,8 +176,8 @@ class SharedGradients:
         if self._updates.norm_wanted:
             self._blocks[member] = self._kernels.block_sums(part).cpu()
         elif share.numel:
-            bad = bool(self._kernels.nonfinite(part))
-            self._blocks[member] = torch.full((1,), math.nan if bad else 0.0, dtype=torch.float64)
+            value = float(self._kernels.look([part], norm=False)[0])
+            self._blocks[member] = torch.full((1,), value, dtype=torch.float64)
 
     def _refuse_nonfinite(self, members: Sequence[int]) -> None:
         """On all ranks alike."""

@@ -26,6 +26,8 @@ class Known:
     """By bytes of the device; None where there is none."""
     stale: bool = False
     """Execution left this trace: it is used as far as it goes, and made again."""
+    followed: bool = False
+    """A pass went as planned from its beginning to its end."""
 
 
 class Traces:
@@ -106,3 +108,4 @@ class Traces:
         self.settle(device)
         for known in self._known.values():
             known.plans.clear()
+            known.followed = False

@@ -62,6 +62,8 @@ class Updates:
         self.companions: Companions | None = None
         """Those that have other parts of the model, or other stages."""
         self._whole: dict[int, float] | None = None
+        self._handed_out: dict[int, int] = {}
+        """By parameter: the version of a kept gradient that autograd adds to."""
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
@@ -152,14 +154,57 @@ class Updates:
     def _keep(self, member: int, gradient: torch.Tensor) -> None:
         place = self.data.places[member]
         dtype = self.data.parameter_chunk(place.chunk).dtype
-        self.executor.room.make("device", place.numel * dtype.itemsize)
-        kept = self.kept.keep(member, gradient, place.shape, place.stride, dtype)
-        kernels = self.kernels["device"]
-        if self.norm_wanted:
-            self.squares[member] = kernels.sum_of_squares(dense(kept))
-        else:
-            self.squares[member] = math.nan if kernels.nonfinite(dense(kept)) else 0.0
+        self.executor.room.make("device", self.gradient_bytes(member))
+        self.kept.keep(member, gradient, place.shape, place.stride, dtype)
+        self.squares[member] = None
         self.arrived[member] = 1
+
+    def _look(self) -> None:
+        """At kept gradients that nobody has looked at yet, all in one go."""
+        unseen = [m for m, square in enumerate(self.squares) if square is None]
+        found = self.kernels["device"].look([dense(self.kept[m]) for m in unseen], self.norm_wanted)
+        for member, square in zip(unseen, found, strict=True):
+            self.squares[member] = square
+
+    # -- gradients that nobody was told of ------------------------------------------------------------
+
+    def hand_out(self) -> None:
+        """Before a backward pass of which nobody is told: autograd itself adds to what is kept."""
+        self._handed_out = {member: self.kept[member]._version for member in self.kept.members()}
+        for member in self._handed_out:
+            self.data.parameters[member].grad = self.kept[member]
+
+    def take_in(self) -> set[int]:
+        """After it: what has arrived, all in one go; of which parameters."""
+        handed, self._handed_out = self._handed_out, {}
+        came = set()
+        try:
+            for member, parameter in enumerate(self.data.parameters):
+                gradient = parameter.grad
+                if gradient is None or (member not in handed and self.steps.group_of[member] < 0):
+                    continue
+                if member not in handed:
+                    self.capture(member)
+                elif gradient is not self.kept[member]:  # added out of place: it is the sum
+                    self.kept.drop(member)
+                    self.arrived[member] = 0
+                    self.capture(member)
+                else:
+                    parameter.grad = None
+                    if gradient._version == handed[member]:
+                        continue
+                    self.captured += 1
+                    self.arrived[member] += 1
+                    self.squares[member] = None
+                came.add(member)
+        except BaseException:
+            self.captured += 1  # what came is not known
+            raise
+        return came
+
+    def gradient_bytes(self, member: int) -> int:
+        place = self.data.places[member]
+        return place.numel * self.data.parameter_chunk(place.chunk).dtype.itemsize
 
     def _gradient_chunk(self, member: int) -> Chunk:
         index = self.data.places[member].chunk
@@ -202,6 +247,7 @@ class Updates:
         """What is on the device is read in one go."""
         if self.shares is not None:
             return self.shares.sums()
+        self._look()
         members = [m for m, count in enumerate(self.arrived) if count]
         waiting = [m for m in members if isinstance(self.squares[m], torch.Tensor)]
         if waiting:
@@ -309,6 +355,7 @@ class Updates:
     def apply_chunk(self, index: int) -> None:
         """In-backward, state on the host: all gradients of a chunk are there, they go to the host and through."""
         members = self._arrived(index)
+        self._look()
         for member in members:
             self._refuse_nonfinite(member)
         self._update(index, members, self.scale)

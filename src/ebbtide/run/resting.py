@@ -1,0 +1,77 @@
+"""Passes of which nobody need be told, for nothing can move.
+
+Where the device is the only tier, and as large as the machine's memory allows, a pass that went as planned before is let
+alone: hooks return at once, and gradients are taken in when backward is over. What the tier held meanwhile is what the
+plan says. Whether the pass was the planned one, its gradients tell; if not, the next is followed, and traced again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ebbtide.intercept import Interceptor
+from ebbtide.memory.ledger import Ledger
+from ebbtide.plan.draft import Plan
+from ebbtide.run.traces import Known
+from ebbtide.run.updates import Updates
+
+
+class Resting:
+    def __init__(self, interceptor: Interceptor, updates: Updates, ledger: Ledger, possible: bool) -> None:
+        self._interceptor, self._updates, self._ledger = interceptor, updates, ledger
+        self._possible = possible
+        self._known: Known | None = None
+        self._plan: Plan | None = None
+        """That of the pass, where it rests."""
+        self._offset = self._before = 0
+        self._arrived: set[int] = set()
+
+    @property
+    def now(self) -> bool:
+        """Whether this pass does."""
+        return self._plan is not None
+
+    def begin(self, known: Known | None, plan: Plan | None, offset: int) -> None:
+        """A pass begins, at `offset` moments into the plan's iteration."""
+        ready = known is not None and known.followed and not known.stale
+        rests = self._possible and ready and plan is not None and not plan.take_over
+        self._known, self._plan = (known, plan) if rests else (None, None)
+        self._offset = offset
+        self._arrived.clear()
+        self._interceptor.rest(rests)
+
+    def reverse(self) -> None:
+        """Backward begins."""
+        if self._plan is not None:
+            self._before = self._ledger.reserved["device"]
+            self._updates.hand_out()
+
+    def take_in(self) -> None:
+        """Backward is over, or raised."""
+        if self._plan is None:
+            return
+        end = self._offset + len(self._plan.record.moments)
+        self._ledger.set_level("device", self._plan.levels[end - 1])
+        new = {member for member, count in enumerate(self._updates.arrived) if not count}
+        self._arrived |= self._updates.take_in()
+        self._ledger.look_back("device", self._before + self._highest(self._plan, new))
+
+    def _highest(self, plan: Plan, new: set[int]) -> int:
+        """Non-model data, and the gradients that were there by then. `new`: of parameters that had none."""
+        coming = Counter[int]()
+        for arrival in plan.record.arrivals:
+            if arrival.parameter in self._arrived & new:
+                coming[arrival.moment] += self._updates.gradient_bytes(arrival.parameter)
+        highest = gradients = 0
+        for moment in range(len(plan.record.moments)):
+            gradients += coming[moment]
+            highest = max(highest, plan.levels[self._offset + moment] + gradients)
+        return highest
+
+    def finish(self) -> None:
+        """The pass is over."""
+        known = self._known
+        assert known is not None
+        expected = {arrival.parameter for arrival in known.record.arrivals}
+        if self._arrived != {member for member in expected if self._updates.steps.group_of[member] >= 0}:
+            known.stale, known.followed = True, False

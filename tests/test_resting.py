@@ -1,0 +1,202 @@
+"""Passes of which nobody is told, for nothing can move: numbers and books are those of passes that are followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+import zoo
+from harness import Count, config_of
+
+LINE = {"accumulate": 2, "clip": 0.5}
+
+
+def engine_of(
+    model: str | nn.Module, rests: bool, checkpointing: str = "none", **changes: Any
+) -> ebbtide.Engine:
+    module = zoo.build(model, checkpointing) if isinstance(model, str) else model
+    engine = ebbtide.initialize(module, config_of(**changes))
+    if not rests:
+        engine._session.resting._possible = False
+    return engine
+
+
+def steps(engine: ebbtide.Engine, name: str, numbers: range) -> list[bool]:
+    """Whether each pass rested."""
+    rested = []
+    for number in numbers:
+        for micro in range(engine.config.accumulate):
+            engine.backward(engine(**zoo.ZOO[name].batch(10 * number + micro)).loss)
+            rested.append(engine._session.resting.now)
+        engine.step()
+    return rested
+
+
+def books(engine: ebbtide.Engine) -> dict[str, Any]:
+    engine.check_integrity()
+    found = engine.stats()
+    return {key: found[key] for key in ("peak_bytes", "tags", "moved_bytes", "traces", "diverged")}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, LINE, {"precision": "fp32", "clip": None}], ids=["plain", "accumulated", "fp32"]
+)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_numbers_and_books_are_those_of_passes_that_are_followed(name: str, changes: dict[str, Any]) -> None:
+    found = []
+    for rests in (True, False):
+        engine = engine_of(name, rests, **changes)
+        rested = steps(engine, name, range(5))
+        assert all(rested[2:]) is any(rested) is rests
+        found.append((engine.weights_sha256(), books(engine)))
+        engine._tiers.ledger.count_anew()
+        steps(engine, name, range(5, 7))
+        found[-1] += (books(engine),)
+        engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_checkpointed_regions_run_again_unnoticed(checkpointing: str) -> None:
+    shas = []
+    for rests in (True, False):
+        engine = engine_of("gpt2", rests, checkpointing)
+        assert any(steps(engine, "gpt2", range(5))) is rests
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+def test_what_autograd_adds_out_of_place_is_counted_once() -> None:
+    """Under a dispatch mode it adds nothing in place."""
+    shas = []
+    for rests in (True, False):
+        engine = engine_of("t5", rests, **LINE)
+        steps(engine, "t5", range(2))
+        with Count(engine):
+            assert all(steps(engine, "t5", range(2, 5))) is rests
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+class Skipping(nn.Module):
+    """Leaves one of its layers out, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.skip = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != self.skip:
+                x = x + layer(x).relu()
+        return x.float().square().mean()
+
+
+def test_a_pass_with_other_gradients_is_followed_and_traced_again() -> None:
+    found = []
+    for rests in (True, False):
+        engine = engine_of(Skipping(), rests, precision="bf16")
+        rested = []
+        for number in range(12):
+            engine.module.skip = 2 if number > 5 else -1
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(number)).bfloat16()
+            engine.backward(engine(x))
+            rested.append(engine._session.resting.now)
+            engine.step()
+        found.append((engine.weights_sha256(), rested, engine.stats()["traces"]))
+        engine.close()
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == [False] * 2 + [True] * 5 + [False] * 2 + [True] * 3  # the seventh was another
+    assert found[0][2] == found[1][2] == 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("early", [True, False], ids=["before any gradient", "after some"])
+def test_a_backward_that_raises_leaves_nothing_behind(accumulate: int, early: bool) -> None:
+    def raises(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    shas = []
+    for rests in (True, False):
+        engine = engine_of("gpt2", rests, accumulate=accumulate)
+        steps(engine, "gpt2", range(3))
+        for number in range(accumulate):
+            loss = engine(**zoo.ZOO["gpt2"].batch(100 + number)).loss
+            if number < accumulate - 1:
+                engine.backward(loss)
+        parameters = dict(engine.module.named_parameters())
+        last = "transformer.ln_f.weight" if early else "transformer.h.0.ln_1.weight"
+        handle = parameters[last].register_hook(raises)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(loss)
+        handle.remove()
+        assert all(parameter.grad is None for parameter in parameters.values())
+        assert engine._session.micro == (accumulate - 1 if early else 0)
+        if early and accumulate > 1:
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(200)).loss)
+            engine.step()
+        rested = steps(engine, "gpt2", range(4, 6))
+        assert all(rested) is any(rested) is rests
+        shas.append(engine.weights_sha256())
+        engine.check_integrity()
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+def test_values_writes_and_evaluation_between_passes() -> None:
+    found = []
+    for rests in (True, False):
+        engine = engine_of("gpt2", rests)
+        steps(engine, "gpt2", range(3))
+        seen = []
+        for number in range(3, 6):
+            with torch.no_grad():
+                seen.append(engine(**zoo.ZOO["gpt2"].batch(number)).loss.item())
+                engine.module.transformer.ln_f.weight.mul_(1.01)
+                seen.append(float(engine.module.transformer.h[0].mlp.c_fc.weight.float().sum()))
+            loss = engine(**zoo.ZOO["gpt2"].batch(number)).loss
+            engine.backward(loss)
+            with engine.gradients("transformer.h.0.mlp.c_fc.weight") as gradients:
+                seen.append(float(gradients["transformer.h.0.mlp.c_fc.weight"].float().norm()))
+            engine.step()
+        found.append((seen, engine.weights_sha256()))
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_an_activation_that_is_written_before_backward_is_refused() -> None:
+    engine = engine_of(Skipping(), True, precision="bf16")
+    x = torch.randn(8, 32).bfloat16()
+    for _ in range(3):
+        engine.backward(engine(x))
+        engine.step()
+    assert engine._session.resting.now
+    kept: list[torch.Tensor] = []
+    handle = engine.module.layers[1].register_forward_hook(lambda module, given, out: kept.append(given[0]))
+    loss = engine(x)
+    kept[0].add_(1)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+    engine.backward(engine(x))
+    engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"device": {"memory": 4_000_000}}, {"master": "separate"}, {"updates": "in-backward", "clip": None}],
+    ids=["a budget", "gradients in the parameters' space", "updates"],
+)
+def test_passes_in_which_something_moves_are_followed(changes: dict[str, Any]) -> None:
+    engine = engine_of("gpt2", True, **changes)
+    assert not any(steps(engine, "gpt2", range(4)))
+    engine.close()
