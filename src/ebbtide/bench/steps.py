@@ -154,11 +154,16 @@ def alone(function: Callable[..., Result], *arguments: Any) -> Result:
         return pool.submit(function, *arguments).result()
 
 
-def race(jobs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of jobs that run in turn; the first rounds (traces, plans, first touch) do not count."""
+def race(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3, after_itself: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of jobs that run in turn; the first rounds (traces, plans, first touch) do not count. `after_itself`: each
+    runs twice, and the second time counts."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for number in range(rounds + warm_up):
         for name, job in jobs.items():
+            if after_itself:
+                job()
             _end_kernels()
             start = time.perf_counter()
             job()
