@@ -85,28 +85,31 @@ def test_what_autograd_adds_out_of_place_is_counted_once() -> None:
 
 
 class Skipping(nn.Module):
-    """Leaves one of its layers out, when told to."""
+    """Leaves one of its layers out, when told to, or runs one twice."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.skip = -1
+        self.skip = self.again = -1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
             if index != self.skip:
                 x = x + layer(x).relu()
+            if index == self.again:
+                x = x + layer(x).relu()
         return x.float().square().mean()
 
 
-def test_a_pass_with_other_gradients_is_followed_and_traced_again() -> None:
+@pytest.mark.parametrize("other", ["skip", "again"], ids=["other gradients", "other modules"])
+def test_a_pass_that_is_another_has_the_next_followed_and_traced(other: str) -> None:
     found = []
     for rests in (True, False):
         engine = engine_of(Skipping(), rests, precision="bf16")
         rested = []
         for number in range(12):
-            engine.module.skip = 2 if number > 5 else -1
+            setattr(engine.module, other, 2 if number > 5 else -1)
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(number)).bfloat16()
             engine.backward(engine(x))
             rested.append(engine._session.resting.now)

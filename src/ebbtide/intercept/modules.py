@@ -91,6 +91,8 @@ class Interceptor:
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
         owned = Counter(run for _, unit in units for run in unit.runs)
         self._resting = False
+        self.unnoticed = 0
+        """How many units have started of which the observer was not told."""
         self._tied = frozenset(run for run, owners in owned.items() if owners > 1)
         self._install(module, runs, {id(owner): unit for owner, unit in units})
 
@@ -155,6 +157,7 @@ class Interceptor:
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
         if self._resting:
+            self.unnoticed += unit is not None
             return
         frame = _Frame(unit, False)
         if unit is not None:

@@ -2,7 +2,8 @@
 
 Where the device is the only tier, and as large as the machine's memory allows, a pass that went as planned before is let
 alone: hooks return at once, and gradients are taken in when backward is over. What the tier held meanwhile is what the
-plan says. Whether the pass was the planned one, its gradients tell; if not, the next is followed, and traced again.
+plan says. Whether the pass was the planned one, its gradients tell, and how many modules ran; if not, the next is
+followed, and traced again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 from ebbtide.intercept import Interceptor
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.draft import Plan
+from ebbtide.record import FORWARD
 from ebbtide.run.traces import Known
 from ebbtide.run.updates import Updates
 
@@ -38,6 +40,7 @@ class Resting:
         self._known, self._plan = (known, plan) if rests else (None, None)
         self._offset = offset
         self._arrived.clear()
+        self._interceptor.unnoticed = 0
         self._interceptor.rest(rests)
 
     def reverse(self) -> None:
@@ -72,6 +75,8 @@ class Resting:
         """The pass is over."""
         known = self._known
         assert known is not None
-        expected = {arrival.parameter for arrival in known.record.arrivals}
-        if self._arrived != {member for member in expected if self._updates.steps.group_of[member] >= 0}:
+        units = sum(moment.phase == FORWARD for moment in known.record.moments)
+        arriving = {arrival.parameter for arrival in known.record.arrivals}
+        taken = {member for member in arriving if self._updates.steps.group_of[member] >= 0}
+        if self._arrived != taken or self._interceptor.unnoticed != units:
             known.stale, known.followed = True, False
