@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,11 @@ def slow(engine: Engine, seconds: float, gate: threading.Event | None = None) ->
         def __getattr__(self, name: str) -> Any:
             return getattr(kernels, name)
 
-        def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
-            time.sleep(seconds)
-            assert gate is None or gate.wait(20)
-            kernels.update(rule, operands, coefficients)
+        def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+            for operands, coefficients in pieces:
+                time.sleep(seconds)
+                assert gate is None or gate.wait(20)
+                kernels.update(rule, operands, coefficients)
 
     engine._session.updates.chunks.kernels = dict.fromkeys(("device", "host"), Slow())
 
