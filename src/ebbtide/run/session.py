@@ -143,14 +143,9 @@ class Session:
         self.planning = Planning(
             config, self.executor, self.traces, self.homes, self.streaming, self.imagining, self.sharing
         )
-        alone = self.planning.roomy and companions is None and self.lock_free is None
-        alone = alone and self.room.activations is None
-        self.resting = Resting(
-            self.interceptor,
-            self.updates,
-            ledger,
-            possible=alone and self.updates.kept.always and not self.updates.in_backward,
-        )
+        still = self.updates.kept.always and self.planning.roomy and not self.updates.in_backward
+        others = companions or self.lock_free or self.room.activations
+        self.resting = Resting(self.interceptor, self.updates, ledger, possible=still and others is None)
         self.unfreezing = Unfreezing(self.updates, self.room, self.homes, self.traces, self.sharing)
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
