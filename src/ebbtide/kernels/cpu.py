@@ -61,21 +61,13 @@ class NativeKernels:
         def calls() -> Iterator[Call]:
             for operands, coefficients in pieces:
                 held.append(operands)  # helpers may be at it when the next one is listed
-                yield self._update(rule, operands, coefficients)
+                function = self._find(_name(rule, operands), 7)
+                if function is None:
+                    self._fallback.update(rule, operands, coefficients)
+                else:
+                    yield _update(function, operands, coefficients)
 
         self._run_all(calls())
-
-    def _update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> Call:
-        o = operands
-        function = self._find(f"{rule.name}_{form_of(o.parameter, o.master)}_{TYPES[o.gradient.dtype]}", 7)
-        if function is None:
-            self._fallback.update(rule, o, coefficients)
-            return _nothing, (), 0
-        _require_cpu(o.parameter)
-        states = (ctypes.c_void_p * len(o.states))(*[state.data_ptr() for state in o.states])
-        numbers = (ctypes.c_float * len(coefficients))(*coefficients)
-        pointers = (o.parameter.data_ptr(), o.gradient.data_ptr(), _pointer(o.master), states, numbers)
-        return function, pointers, o.parameter.numel()
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> float:
         require_capture(destination, source)
@@ -228,8 +220,16 @@ def _work_off(calls: Iterable[tuple[Call, ctypes.c_int64]]) -> None:
         function(*pointers, ctypes.addressof(drawn), length)
 
 
-def _nothing(*_: object) -> None:
-    """In place of a call that has been made."""
+def _name(rule: Rule, o: Operands) -> str:
+    return f"{rule.name}_{form_of(o.parameter, o.master)}_{TYPES[o.gradient.dtype]}"
+
+
+def _update(function: Function, o: Operands, coefficients: Sequence[float]) -> Call:
+    _require_cpu(o.parameter)
+    states = (ctypes.c_void_p * len(o.states))(*[state.data_ptr() for state in o.states])
+    numbers = (ctypes.c_float * len(coefficients))(*coefficients)
+    pointers = (o.parameter.data_ptr(), o.gradient.data_ptr(), _pointer(o.master), states, numbers)
+    return function, pointers, o.parameter.numel()
 
 
 def _end(helping: Sequence[Future[None]]) -> None:

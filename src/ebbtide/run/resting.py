@@ -55,15 +55,16 @@ class Resting:
             return
         end = self._offset + len(self._plan.record.moments)
         self._ledger.set_level("device", self._plan.levels[end - 1])
-        new = {member for member, count in enumerate(self._updates.arrived) if not count}
+        had_none = {member for member, count in enumerate(self._updates.arrived) if not count}
         self._arrived |= self._updates.take_in()
+        new = self._arrived & had_none
         self._ledger.look_back("device", self._before + self._highest(self._plan, new))
 
     def _highest(self, plan: Plan, new: set[int]) -> int:
         """Non-model data, and the gradients that were there by then. `new`: of parameters that had none."""
         coming = Counter[int]()
         for arrival in plan.record.arrivals:
-            if arrival.parameter in self._arrived & new:
+            if arrival.parameter in new:
                 coming[arrival.moment] += self._updates.gradient_bytes(arrival.parameter)
         highest = gradients = 0
         for moment in range(len(plan.record.moments)):
