@@ -89,6 +89,18 @@ def test_an_imagined_pass_writes_nothing() -> None:
     engine.close()
 
 
+def test_a_batch_that_the_model_refuses_is_an_error_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """torch logs the stack of what it could not imagine, before forward says the same."""
+    engine = ebbtide.initialize(Counting(), config_of(device={"memory": 100_000}))
+    with pytest.raises(RuntimeError, match="shape"):
+        engine(torch.randn(4, 33).bfloat16())
+    assert "RuntimeError" in engine._session.imagining.note
+    assert not caplog.records
+    engine.backward(engine(torch.randn(4, 32).bfloat16()))
+    assert engine._session.imagining.note == ""
+    engine.close()
+
+
 @pytest.mark.parametrize("name", ["gpt2", "attention"])
 def test_gradients_that_stay_where_they_came_are_model_data(name: str) -> None:
     """Everything resident: the trace's peaks do not depend on whether gradients are copied into chunks."""

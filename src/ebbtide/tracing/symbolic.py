@@ -7,6 +7,7 @@ fake kernel) says why, and the first iteration is cautious instead.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -206,6 +208,7 @@ def _trace(
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
     with (
+        _unlogged(),
         undrawn(module),
         _unchanged(module, partial(_imagined, mode, parameters), kept),
         even_load(module),
@@ -227,6 +230,17 @@ def _trace(
             loss.backward()
         # While the loop holds its loss, what hangs on the graph stays: leaves that forward made, with their gradients.
         return recorder.finish()
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Why a pass cannot be imagined is an exception; torch would print its stack as well, before the real pass raises."""
+    log, nobody = logging.getLogger(fake_tensor.__name__), logging.Filter("nobody")
+    log.addFilter(nobody)
+    try:
+        yield
+    finally:
+        log.removeFilter(nobody)
 
 
 def _fakes(mode: FakeTensorMode, parameters: FakeParameters) -> tuple[list[nn.Parameter], dict[int, _Weight]]:
