@@ -234,7 +234,7 @@ def _trace(
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Why a pass cannot be imagined is an exception; torch would print its stack as well, before the real pass raises."""
+    """Why a pass cannot be imagined is an exception; torch prints its stack besides, before the real pass raises."""
     log, nobody = logging.getLogger(fake_tensor.__name__), logging.Filter("nobody")
     log.addFilter(nobody)
     try:
