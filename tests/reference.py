@@ -43,7 +43,7 @@ def square_sum(gradient: torch.Tensor, stride: Sequence[int]) -> float:
     while len(sums) > 1:
         pairs = [sums[i] + sums[i + 1] for i in range(0, len(sums) - 1, 2)]
         sums = pairs + ([sums[-1]] if len(sums) % 2 else [])
-    return sums[0]
+    return sums[0] if sums else 0.0
 
 
 def f32(value: float) -> torch.Tensor:

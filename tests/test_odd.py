@@ -143,7 +143,33 @@ class Normed(nn.Module):
         return Loss(self.down(self.norm(self.up(x))).float().pow(2).mean(), ())
 
 
-@pytest.mark.parametrize("kind", [Net, Twice, Borrowed, BorrowedReentrant, SharedGradients, Normed])
+class Negative(torch.autograd.Function):
+    """Its gradient is a tensor whose numbers are those in memory with the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(gradient.neg().contiguous())
+
+
+class Negated(Net):
+    """And a parameter without elements, which has a gradient all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, Negative.apply(layer.weight), layer.bias) + self.nothing.sum()
+
+
+KINDS = [Net, Twice, Borrowed, BorrowedReentrant, SharedGradients, Normed, Negated]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_odd_models_train_alike(
     make: Any, kind: type[nn.Module], place: dict[str, Any], accumulate: int

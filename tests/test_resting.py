@@ -62,10 +62,11 @@ def test_numbers_and_books_are_those_of_passes_that_are_followed(name: str, chan
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 def test_checkpointed_regions_run_again_unnoticed(checkpointing: str) -> None:
+    """But where torch's own hooks count what is saved in them: ours must be there in the first run and in the second."""
     shas = []
     for rests in (True, False):
         engine = engine_of("gpt2", rests, checkpointing)
-        assert any(steps(engine, "gpt2", range(5))) is rests
+        assert any(steps(engine, "gpt2", range(5))) is (rests and checkpointing == "reentrant")
         shas.append(engine.weights_sha256())
         engine.close()
     assert shas[0] == shas[1]

@@ -29,7 +29,7 @@ def _refuse_copy(*_: Any) -> NoReturn:
 
 def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Parameter) -> None:
     found = interceptor()
-    if found is not None and not found.resting:
+    if found is not None and not found.deaf:
         found.observer.gradient(index)
 
 
@@ -91,6 +91,8 @@ class Interceptor:
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
         owned = Counter(run for _, unit in units for run in unit.runs)
         self._resting = False
+        self.deaf = False
+        """Gradients arrive of which the observer need not be told."""
         self.unnoticed = 0
         """How many units have started of which the observer was not told."""
         self._tied = frozenset(run for run, owners in owned.items() if owners > 1)
@@ -146,8 +148,13 @@ class Interceptor:
     # -- events ---------------------------------------------------------------------------------------
 
     @property
-    def resting(self) -> bool:
-        return self._resting
+    def others_listen(self) -> bool:
+        """Whether there are hooks besides ours that would see what ours have left out: counts of what is saved for
+        backward, as checkpoints have them, or gradients that are sums already."""
+        return self._saved.beside_others or any(
+            len(parameter._post_accumulate_grad_hooks or ()) > self._watched[index]
+            for index, parameter in enumerate(self._parameters)
+        )
 
     def rest(self, resting: bool) -> None:
         """Whether the observer need not be told of anything: every weight stays where it is, and may be read."""

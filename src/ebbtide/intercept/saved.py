@@ -4,7 +4,8 @@ Note [pairs inside checkpoints]: torch's non-reentrant checkpoint installs a pai
 region and counts what passes through it. A pair of ours outside would never see the recomputed tensors, and
 they would hold weights in place until they are used. So a pair is pushed at each module that owns
 parameters, inside whatever is there, and hands what is not ours to that outer pair. It takes the same
-tensors in the first run and in the recomputation, so the outer pair's count stays right.
+tensors in the first run and in the recomputation, so the outer pair's count stays right, as long as it is pushed
+in both or in neither (`beside_others`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class SavedTensors:
     def __init__(self, observer_of: Callable[[], Observer]) -> None:
         self._observer_of = observer_of
         self._alone = _Pair(observer_of, None)
+        self.beside_others = False
+        """Whether a pair was ever pushed inside somebody else's."""
 
     def push(self) -> bool:
         if not torch.is_grad_enabled():
@@ -74,6 +77,7 @@ class SavedTensors:
             return False
         else:
             pair = _Pair(self._observer_of, outer)
+            self.beside_others = True
         _push(pair.pack, pair.unpack)
         return True
 

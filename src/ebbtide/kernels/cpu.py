@@ -229,6 +229,8 @@ def _update(function: Function, o: Operands, coefficients: Sequence[float]) -> C
     states = (ctypes.c_void_p * len(o.states))(*[state.data_ptr() for state in o.states])
     numbers = (ctypes.c_float * len(coefficients))(*coefficients)
     pointers = (o.parameter.data_ptr(), o.gradient.data_ptr(), _pointer(o.master), states, numbers)
+    if o.parameter.numel() and not all((pointers[1], *states, o.master is None or pointers[2])):
+        raise ValueError("expected gradient, master and optimizer state with memory, found one without")
     return function, pointers, o.parameter.numel()
 
 

@@ -64,6 +64,7 @@ def laid_like(
     gradient: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """A gradient's elements in its parameter's storage order, as one flat tensor."""
+    gradient = gradient.resolve_neg()
     if tuple(gradient.stride()) != stride or gradient.dtype != dtype:
         laid = torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device)
         gradient = laid.copy_(gradient)

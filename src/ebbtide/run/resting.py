@@ -9,6 +9,8 @@ followed, and traced again.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ebbtide.intercept import Interceptor
 from ebbtide.memory.ledger import Ledger
@@ -25,40 +27,63 @@ class Resting:
         self._known: Known | None = None
         self._plan: Plan | None = None
         """That of the pass, where it rests."""
-        self._offset = self._before = 0
+        self._offset = 0
+        self._before: int | None = None
+        """Bytes that were reserved when the pass's first backward began."""
+        self._had_none: set[int] = set()
         self._arrived: set[int] = set()
+        self._captured = 0
 
     @property
     def now(self) -> bool:
         """Whether this pass does."""
         return self._plan is not None
 
+    def rule_out(self) -> None:
+        """Not all gradients of a pass come in one backward, at its end: only who follows it knows what comes when."""
+        self._possible = False
+
     def begin(self, known: Known | None, plan: Plan | None, offset: int) -> None:
         """A pass begins, at `offset` moments into the plan's iteration."""
         ready = known is not None and known.followed and not known.stale
         rests = self._possible and ready and plan is not None and not plan.take_over
+        rests = rests and not self._updates.sparse and not self._interceptor.others_listen
         self._known, self._plan = (known, plan) if rests else (None, None)
-        self._offset = offset
+        self._offset, self._before = offset, None
+        self._captured = self._updates.captured
         self._arrived.clear()
-        self._interceptor.unnoticed = 0
+        self._interceptor.unnoticed, self._interceptor.deaf = 0, False
         self._interceptor.rest(rests)
 
-    def reverse(self) -> None:
-        """Backward begins."""
-        if self._plan is not None:
-            self._before = self._ledger.reserved["device"]
-            self._updates.hand_out()
-
-    def take_in(self) -> None:
-        """Backward is over, or raised."""
+    @contextmanager
+    def reversing(self) -> Iterator[None]:
+        """Around autograd's backward."""
         if self._plan is None:
+            yield
             return
-        end = self._offset + len(self._plan.record.moments)
-        self._ledger.set_level("device", self._plan.levels[end - 1])
-        had_none = {member for member, count in enumerate(self._updates.arrived) if not count}
+        self._look_around()
+        try:
+            self._interceptor.deaf = True
+            self._updates.hand_out()
+            yield
+        finally:
+            self._interceptor.deaf = False
+            self._take_in(self._plan)
+
+    def _look_around(self) -> None:
+        """What is there before backward."""
+        if self._captured != self._updates.captured:
+            self.rule_out()  # another backward reaches these parameters within the pass
+        if self._before is None:
+            self._before = self._ledger.reserved["device"]
+            self._had_none = {m for m, count in enumerate(self._updates.arrived) if not count}
+
+    def _take_in(self, plan: Plan) -> None:
+        assert self._before is not None
+        self._ledger.set_level("device", plan.levels[self._offset + len(plan.record.moments) - 1])
         self._arrived |= self._updates.take_in()
-        new = self._arrived & had_none
-        self._ledger.look_back("device", self._before + self._highest(self._plan, new))
+        self._captured = self._updates.captured
+        self._ledger.look_back("device", self._before + self._highest(plan, self._arrived & self._had_none))
 
     def _highest(self, plan: Plan, new: set[int]) -> int:
         """Non-model data, and the gradients that were there by then. `new`: of parameters that had none."""
@@ -79,5 +104,5 @@ class Resting:
         units = sum(moment.phase == FORWARD for moment in known.record.moments)
         arriving = {arrival.parameter for arrival in known.record.arrivals}
         taken = {member for member in arriving if self._updates.steps.group_of[member] >= 0}
-        if self._arrived != taken or self._interceptor.unnoticed != units:
+        if self._arrived != taken or self._interceptor.unnoticed != units or not self._possible:
             known.stale, known.followed = True, False

@@ -313,12 +313,11 @@ class Session:
     def reversing(self, last: bool) -> Iterator[None]:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
         self.executor.reverse()
+        if not last:
+            self.resting.rule_out()
         with self.running():
-            try:
-                self.resting.reverse()
+            with self.resting.reversing():
                 yield
-            finally:
-                self.resting.take_in()
             self.updates.finish_backward()
             if not last:
                 # Nobody waits for another stage while a rank of this one gathers.

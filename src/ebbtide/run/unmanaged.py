@@ -128,7 +128,7 @@ class Unmanaged:
         group_of = {id(p): group for group in groups for p in group["params"]}
         for name, parameter in self.parameters.items():
             group = group_of.get(id(parameter))
-            if parameter.grad is None or group is None:
+            if parameter.grad is None or group is None or not parameter.numel():
                 continue
             self.open_states(name)
             self.master_of(name)

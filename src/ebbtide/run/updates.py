@@ -48,7 +48,9 @@ class Updates:
         self.squares: list[Any] = [0.0] * len(data.parameters)
         self.in_backward = in_backward
         self.captured = 0
-        """Gradients taken since the beginning."""
+        """Gradients taken since the beginning; one more, while autograd may be adding to what is held."""
+        self.sparse = False
+        """Whether one of them was."""
         self.applied = 0
         """Updates applied during this backward pass (in-backward)."""
         self.take_over = False
@@ -62,8 +64,8 @@ class Updates:
         self.companions: Companions | None = None
         """Those that have other parts of the model, or other stages."""
         self._whole: dict[int, float] | None = None
-        self._handed_out: dict[int, int] = {}
-        """By parameter: the version of a kept gradient that autograd adds to."""
+        self._handed_out: dict[int, tuple[torch.Tensor, int]] = {}
+        """By parameter: what autograd adds to, and its version before."""
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
@@ -99,10 +101,11 @@ class Updates:
         if gradient is None or self.steps.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
-        gradient = part_like(gradient, parameter)
+        gradient = part_like(gradient, parameter).resolve_neg()
         self.captured += 1
         self._whole = None
         if gradient.is_sparse:
+            self.sparse = True
             gradient = gradient.to_dense()
         index = self.data.places[member].chunk
         if self.shares is not None:
@@ -169,38 +172,45 @@ class Updates:
     # -- gradients that nobody was told of ------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """Before a backward pass of which nobody is told: autograd itself adds to what is kept."""
-        self._handed_out = {member: self.kept[member]._version for member in self.kept.members()}
-        for member in self._handed_out:
-            self.data.parameters[member].grad = self.kept[member]
+        """Before a backward pass of which nobody is told: autograd itself adds to what is kept, or to what the user has
+        put there."""
+        self._handed_out = {}
+        self.captured += 1
+        for member, parameter in enumerate(self.data.parameters):
+            held = parameter.grad
+            if held is None and member in self.kept and not self.kept[member].is_inference():
+                held = parameter.grad = self.kept[member]
+            if held is not None:
+                self._handed_out[member] = held, _version(held)
 
     def take_in(self) -> set[int]:
         """After it: what has arrived, all in one go; of which parameters."""
         handed, self._handed_out = self._handed_out, {}
-        came = set()
-        try:
-            for member, parameter in enumerate(self.data.parameters):
-                gradient = parameter.grad
-                if gradient is None or (member not in handed and self.steps.group_of[member] < 0):
-                    continue
-                if member not in handed:
-                    self.capture(member)
-                elif gradient is not self.kept[member]:  # added out of place: it is the sum
-                    self.kept.drop(member)
-                    self.arrived[member] = 0
-                    self.capture(member)
-                else:
-                    parameter.grad = None
-                    if gradient._version == handed[member]:
-                        continue
-                    self.captured += 1
-                    self.arrived[member] += 1
-                    self.squares[member] = None
-                came.add(member)
-        except BaseException:
-            self.captured += 1  # what came is not known
-            raise
+        came = {m for m in range(len(self.arrived)) if self._came(m, *handed.get(m, (None, 0)))}
+        self.captured -= 1
         return came
+
+    def _came(self, member: int, held: torch.Tensor | None, version: int) -> bool:
+        """Takes the gradient in that has arrived, if one has. `held`: what autograd was given to add to."""
+        parameter = self.data.parameters[member]
+        gradient, ours = (
+            parameter.grad,
+            held is not None and member in self.kept and held is self.kept[member],
+        )
+        if gradient is held and ours:
+            parameter.grad = None
+        if gradient is None or (gradient is held and _version(gradient) == version):
+            return False
+        if gradient is held and ours:
+            self.captured += 1
+            self.arrived[member] += 1
+            self.squares[member] = None
+            return True
+        if ours:  # added out of place: it is the sum
+            self.kept.drop(member)
+            self.arrived[member] = 0
+        self.capture(member)
+        return ours or self.steps.group_of[member] >= 0
 
     def gradient_bytes(self, member: int) -> int:
         place = self.data.places[member]
@@ -333,9 +343,11 @@ class Updates:
             chunk = self.store.chunks["grad", index]
             if chunk.work is None:  # else it is being consumed
                 self.store.free(chunk)
-        for member in range(len(self.arrived)):
+        for member, parameter in enumerate(self.data.parameters):
             self.arrived[member] = 0
             self.squares[member] = 0.0
+            if parameter.grad is not None and self.steps.group_of[member] >= 0:
+                parameter.grad = None  # of a backward pass before anybody watched
 
     # -- in backward ----------------------------------------------------------------------------------
 
@@ -379,6 +391,10 @@ class Updates:
         """In-backward an update cannot be taken back, so a bad gradient stops it before it is applied."""
         if self.stop_nonfinite and not math.isfinite(float(self.squares[member])):
             raise NonFiniteError(refused(self.data.names[member]))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def refused(name: str) -> str:
