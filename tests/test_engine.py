@@ -595,7 +595,8 @@ def test_writes_in_place_are_kept_or_refused(make: Any) -> None:
     step(engine, 1)
 
 
-def test_optimizer_face(make: Any) -> None:
+@pytest.mark.parametrize("of", ["optimizer", "module"])
+def test_optimizer_face(make: Any, of: str) -> None:
     """A group added later trains; step() on the optimizer is the engine's; zero_grad drops what is held."""
     model = zoo.build("gpt2")
     late = [p for n, p in model.named_parameters() if ".h.2." in n]
@@ -610,7 +611,7 @@ def test_optimizer_face(make: Any) -> None:
     assert not torch.equal(engine.state_dict()["transformer.h.2.mlp.c_fc.weight"], first)
     sha = engine.weights_sha256()
     engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
-    engine.optimizer.zero_grad()
+    getattr(engine, of).zero_grad()
     with pytest.raises(StateError, match="without a backward"):
         engine.step()
     assert engine.weights_sha256() == sha

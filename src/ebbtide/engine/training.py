@@ -130,7 +130,7 @@ class Engine(ByName, Saved):
             tiers.close_unused()
             raise
         self._session.updates.regroup(self.optimizer.param_groups)
-        guard(self._session)
+        guard(self._session, self._clear)
         if ranks is None or ranks.rank == 0:
             warn_of_slow_products(choice, tiers.backend.kind)
         self._scaler = LossScaler() if config.precision == "fp16" else None

@@ -58,8 +58,24 @@ class _Conversion:
         self._module.__dict__.pop("_apply", None)
 
 
-def guard(session: Session) -> None:
-    """Hooks on every module that owns managed parameters; removed with the interceptor's."""
+class _Forgetting:
+    """In place of a managed module's `zero_grad`: gradients that are held elsewhere go with those in `.grad`."""
+
+    def __init__(self, module: nn.Module, clear: Callable[[], None]) -> None:
+        self._module, self._own, self._clear = module, module.zero_grad, clear
+        module.zero_grad = self  # type: ignore[method-assign]
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._own(set_to_none)
+        self._clear()
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("zero_grad", None)
+
+
+def guard(session: Session, clear: Callable[[], None]) -> None:
+    """Hooks on every module that owns managed parameters; removed with the interceptor's. `clear` drops gradients."""
+    session.interceptor.keep(_Forgetting(session.module, clear))
     _held[session.module] = "is managed by another engine; close that one, or use it"
     session.interceptor.keep(_Conversion(session.module))
     member_of = {id(p): i for i, p in enumerate(session.data.parameters)}
