@@ -447,6 +447,22 @@ def test_nonfinite_loss(make: Any, nonfinite: str) -> None:
     assert engine.weights_sha256() != before
 
 
+def test_a_loss_that_is_refused_ends_its_pass(make: Any) -> None:
+    """Before anything is updated in backward; the next pass is the first again."""
+    shas = []
+    for refused in (True, False):
+        engine = make(updates="in-backward", clip=None, **TIGHT)
+        step(engine, 0)
+        if refused:
+            with pytest.raises(NonFiniteError, match="step 2: the loss is nan; nothing was updated"):
+                engine.backward(engine(**zoo.ZOO["gpt2"].batch(1)).loss * float("nan"))
+            assert engine._session.idle
+        step(engine, 2)
+        shas.append(engine.weights_sha256())
+        assert engine.stats()["diverged"] == ""
+    assert shas[0] == shas[1]
+
+
 def test_fp16_scaling_skips_and_recovers(make: Any) -> None:
     engine = make(precision="fp16", device={"memory": 1_600_000})
     before = engine.weights_sha256()
@@ -571,6 +587,31 @@ def test_host_modules_take_their_tied_heads_along(make: Any) -> None:
         ConfigError, match=r"host_modules: 'transformer\.wtf' matches no module; did you mean"
     ):
         make("gpt2", host_modules=["transformer.wtf"])
+
+
+def test_zeros_and_infinities_that_are_written_in_place_are_what_training_goes_on_from(make: Any) -> None:
+    """With what rounding took off the value before, they would be no numbers: a split master has that."""
+    name, other = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight"
+    shas = set()
+    for master in ("split", "separate"):
+        for memory in ("auto", 1_400_000):
+            engine = make(device={"memory": memory}, master=master)
+            for number in range(3):
+                step(engine, number)
+                blocks = engine.module.transformer.h
+                with torch.no_grad(), engine.resident() if memory == "auto" else torch.no_grad():
+                    blocks[0].mlp.c_fc.weight.clamp_(min=0)
+                    blocks[1].mlp.c_fc.weight.mul_(-0.0)
+                with engine.weights(name, other) as values:
+                    assert (values[name] >= 0).all() and (values[name] == 0).any()
+                    assert not values[other].any()
+            shas.add(engine.weights_sha256())
+            with torch.no_grad(), engine.resident():
+                engine.module.transformer.ln_f.weight.fill_(float("inf"))
+            with engine.weights("transformer.ln_f.weight") as values:
+                assert values["transformer.ln_f.weight"].isinf().all()
+            engine.close()
+    assert len(shas) == 1
 
 
 def test_writes_in_place_are_kept_or_refused(make: Any) -> None:

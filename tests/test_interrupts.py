@@ -18,7 +18,9 @@ from disks import FaultyIO
 from ebbtide.backend.cpu import CpuBackend, Stream
 from ebbtide.disk.space import WRITE
 from ebbtide.engine import Engine
-from ebbtide.errors import DiskError
+from ebbtide.errors import DiskError, StateError
+from ebbtide.memory.chunk import cut
+from ebbtide.plan.states import RunStates
 from ebbtide.run.jobs import Job
 from harness import config_of
 from test_ssd_faults import open_engine
@@ -227,3 +229,79 @@ def test_what_is_written_while_all_is_resident_counts() -> None:
                 module[0].weight.add_(8.0)
     assert engine.state_dict()["0.weight"].mean().item() == pytest.approx(16.0, abs=0.1)
     engine.close()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("deed", ["access", "release"])
+@pytest.mark.parametrize("nth", [2, 5])
+def test_between_a_runs_state_and_its_pins(
+    monkeypatch: pytest.MonkeyPatch, deed: str, backward: bool, nth: int
+) -> None:
+    hashes = []
+    for interrupted in (False, True):
+        engine = spilling()
+        step(engine, 0)
+        step(engine, 1)
+        loss = engine(**zoo.ZOO["gpt2"].batch(2)).loss if backward else None
+        original, seen = getattr(RunStates, deed), []
+
+        def stop(self: RunStates, *args: Any, original: Any = original, seen: list[bool] = seen) -> bool:
+            seen.append(original(self, *args))
+            if len(seen) == nth:
+                raise KeyboardInterrupt
+            return seen[-1]
+
+        if interrupted:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(RunStates, deed, stop)
+                engine.backward(loss) if backward else engine(**zoo.ZOO["gpt2"].batch(2))
+            engine.check_integrity()
+            assert not any(
+                engine._session.data.computed(i).pins for i in range(len(engine._session.layout.chunks))
+            )
+            loss = None
+        engine.optimizer.zero_grad()
+        engine.backward(loss or engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+        engine.step()
+        step(engine, 3)
+        hashes.append(engine.weights_sha256())
+        engine.close()
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("redone", [False, True])
+@pytest.mark.parametrize("deed", ["zero_grad", "state_dict"])
+def test_while_parameters_are_rebuilt(monkeypatch: pytest.MonkeyPatch, deed: str, redone: bool) -> None:
+    """Gradients are where they were, and nobody takes one for the other."""
+    hashes = []
+    for interrupted in (False, True):
+        engine = spilling(master="separate")
+        step(engine, 0)
+        step(engine, 1)
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+        assert engine._session.updates.taken.members
+        seen: list[Any] = []
+
+        def stop(*args: Any, seen: list[Any] = seen) -> Any:
+            seen.append(None)
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+            return cut(*args)
+
+        if interrupted:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr("ebbtide.run.taken.cut", stop)
+                engine.optimizer.zero_grad() if deed == "zero_grad" else engine.state_dict()
+            engine.check_integrity()
+        if redone:
+            engine.optimizer.zero_grad()
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+        if interrupted and deed == "zero_grad" and not redone:
+            with pytest.raises(StateError, match="without a backward pass"):
+                engine.step()
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+        engine.step()
+        step(engine, 3)
+        hashes.append(engine.weights_sha256())
+        engine.close()
+    assert hashes[0] == hashes[1]

@@ -22,6 +22,7 @@ from disks import FaultyIO
 from ebbtide.backend import CpuBackend
 from ebbtide.cli.signals import waiting
 from ebbtide.config import Config
+from ebbtide.disk.lanes import Job, Lane
 from ebbtide.disk.space import READ, WRITE, DiskSpace
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, IntegrityError, StateError
@@ -272,3 +273,44 @@ def test_an_interrupt_between_a_request_and_its_event(folder: Path, monkeypatch:
     engine.close()
     engine._tiers.close()
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before its queue has it", "after"])
+def test_an_interrupt_while_a_request_is_handed_over(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Nobody waits for ever for what no thread will do."""
+
+    def hangs(*_: Any) -> None:
+        raise AssertionError("it hangs")
+
+    engine = open_engine(folder, FaultyIO())
+    train(engine)
+    engine.synchronize()
+    submit, told = Lane.submit, []
+
+    def interrupted(self: Lane, job: Job) -> None:
+        if threading.current_thread() is threading.main_thread() and not told:
+            told.append(job)
+            if late:
+                submit(self, job)
+            raise KeyboardInterrupt
+        submit(self, job)
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(60)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), torch.no_grad():
+            patch.setattr(Lane, "submit", interrupted)
+            for number in range(5):
+                engine(**zoo.ZOO["gpt2"].batch(number))
+        engine.check_integrity()
+        sha = train(engine)
+        engine.close()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    other = open_engine(folder, FaultyIO())
+    train(other)
+    assert train(other) == sha
+    other.close()

@@ -142,6 +142,8 @@ class Job:
 
     span: Span
     request: Request
+    begun: bool = False
+    """A thread has it, or it is over."""
 
 
 class Lane:
@@ -175,7 +177,15 @@ class Lane:
                 self._queue.append(job)
                 self._wake.notify()
                 return
+        job.begun = True
         job.request.end_part(self._too_late())
+
+    def take_back(self, job: Job) -> bool:
+        """Whoever submitted it was interrupted, wherever that was; whether no thread will ever carry it out."""
+        with self._wake:
+            if job in self._queue:
+                self._queue.remove(job)
+            return not job.begun
 
     def close(self) -> None:
         """Requests that have not started fail, those that have end."""
@@ -207,14 +217,19 @@ class Lane:
                 self._wake.wait()
             if not self._queue:
                 return []
-            first = self._queue.popleft()
+            first = self._pop()
         for one in first.request.after:
             one.event.over()
         batch = [first]
         with self._wake:
             while self._queue and self._mergeable(batch, self._queue[0]):
-                batch.append(self._queue.popleft())
+                batch.append(self._pop())
         return batch
+
+    def _pop(self) -> Job:
+        job = self._queue.popleft()
+        job.begun = True
+        return job
 
     def _mergeable(self, batch: list[Job], job: Job) -> bool:
         size = job.span.end - batch[0].span.start

@@ -50,6 +50,10 @@ class _Books:
         request.after = [one for one in pending if _conflict(one, request)]
         pending.append(request)
 
+    def knows(self, request: Request) -> bool:
+        with self.lock:
+            return request in self._pending.get(request.extent.start, ())
+
     def finish(self, request: Request, error: BaseException | None) -> BaseException | None:
         """Called once, before the request's memory is let go. What became of it."""
         extent, first, last = request.extent, request.first, request.last
@@ -184,11 +188,26 @@ class DiskSpace:
         request = Request(
             link, extent, offset, last, memory, tuple(buffers), where, event, self._books.finish, len(spans)
         )
+        jobs = {place: Job(span, request) for place, span in spans.items()}
         with self._books.lock:
-            self._books.begin(request)
-            for place, span in spans.items():
-                self._lanes[place][link].submit(Job(span, request))
+            try:
+                self._books.begin(request)
+                for place, job in jobs.items():
+                    self._lanes[place][link].submit(job)
+            except BaseException:
+                self._take_back(request, jobs)
+                raise
         return event
+
+    def _take_back(self, request: Request, jobs: Mapping[int, Job]) -> None:
+        """Else who waits for all that is under way would wait for ever."""
+        if not self._books.knows(request):
+            return
+        for place, job in jobs.items():
+            if self._lanes[place][request.link].take_back(job):
+                request.end_part(
+                    StateError(f"ssd: a request was interrupted before it began ({request.where})")
+                )
 
     # -- the end --------------------------------------------------------------------------------------
 

@@ -292,6 +292,7 @@ class Engine(ByName, Saved):
         self._session.meet(LOSS, self.steps)
         for value in self._session.of_all_ranks([loss.detach()]):
             if self.config.nonfinite == "stop" and not math.isfinite(value):
+                self._session.abandon()  # nobody goes back from it
                 raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
         self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
         self._session.updates.regroup(self.optimizer.param_groups)

@@ -228,12 +228,19 @@ class Interceptor:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Around a forward or backward pass of the whole model: hooks outermost, and no frame left behind."""
-        depth = len(self._frames)
-        pushed = not self._resting and self._saved.push()
+        depth, top, active = len(self._frames), self._saved.top(), list(self.active)
         try:
+            if not self._resting:
+                self._saved.push()
             yield
+        except BaseException:
+            self._close_down_to(depth)
+            self.active = active  # an interrupt may have come between `_enter` and its frame
+            raise
         finally:
-            while len(self._frames) > depth:
-                self._close(self._frames.pop())
-            if pushed:
-                self._saved.pop()
+            self._close_down_to(depth)
+            self._saved.pop_to(top)
+
+    def _close_down_to(self, depth: int) -> None:
+        while len(self._frames) > depth:
+            self._close(self._frames.pop())

@@ -77,6 +77,13 @@ class RunStates:
             if state is State.HOLD_AFTER_FWD or state is State.HOLD_AFTER_BWD:
                 self._move(run, State.HOLD)
 
+    def drop(self) -> None:
+        """A pass ended early, maybe between two lines of this: nothing is in use."""
+        for run, state in enumerate(self._state):
+            self._count[run] = 0
+            if state is State.COMPUTE:
+                self._move(run, State.HOLD)
+
     def _move(self, run: int, target: State) -> None:
         old = self._state[run]
         if target not in _LEGAL[old]:

@@ -156,6 +156,14 @@ class Executor:
             if self.room.activations is not None:
                 self.room.activations.finish()
 
+    def let_go(self) -> None:
+        """What a pass used that ended early, between whichever two lines: only `resident()` still has something."""
+        with self.lock:
+            self._reversing = []
+            self.states.drop()
+            for index in range(len(self.data.members)):
+                self.data.computed(index).pins = self.places.residing[index]
+
     def _after_forward(self) -> State:
         return State.HOLD_AFTER_FWD if self.course.phase != IDLE else State.HOLD
 

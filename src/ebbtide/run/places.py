@@ -21,6 +21,8 @@ class Places:
         self._course = course
         self.gather: Callable[[int], None] = lambda index: None
         """Starts bringing a chunk that ranks share to the device as a whole."""
+        self.residing = [0] * len(data.members)
+        """How often each chunk is pinned by `resident`."""
         data.adopt = self._adopt
 
     # -- the device -----------------------------------------------------------------------------------
@@ -64,16 +66,17 @@ class Places:
     @contextmanager
     def resident(self) -> Iterator[None]:
         """All parameters are on the device, and stay there meanwhile."""
-        held: list[Chunk] = []
+        held: list[int] = []
         try:
             for index in range(len(self.data.members)):
-                chunk = self.data.computed(index)
-                self.hold(chunk)
-                held.append(chunk)
+                self.hold(self.data.computed(index))
+                self.residing[index] += 1
+                held.append(index)
             yield
         finally:
-            for chunk in held:
-                chunk.pins -= 1
+            for index in held:
+                self.residing[index] -= 1
+                self.data.computed(index).pins -= 1
 
     # -- the tier where an update is done -------------------------------------------------------------
 

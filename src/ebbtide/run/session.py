@@ -255,6 +255,10 @@ class Session:
         try:
             with self.interceptor.scope():
                 yield
+        except BaseException:
+            if self.idle:
+                self.executor.let_go()
+            raise
         finally:
             if before is not None:
                 self.ledger.set_level("device", before)
@@ -293,8 +297,11 @@ class Session:
         self.executor.begin(plan, self.recording.recorder, offset)
 
     def reclaim(self) -> None:
-        """Parameters whose space gradients took are wanted again before the update."""
-        if self.updates.taken.members:
+        """Parameters whose space gradients took are wanted again before the update; gradients that were being dropped
+        are not."""
+        if self.updates.unwanted:
+            self.drop_gradients()
+        if self.updates.taken.away:
             self.updates.taken.give_back()
 
     @contextmanager
@@ -343,6 +350,7 @@ class Session:
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
         self._stop_recording()
+        self.executor.let_go()
         self.executor.finish()
         for parameter in self.data.parameters:
             parameter.grad = None  # one that arrived and was not taken would be added to the next
@@ -385,8 +393,9 @@ class Session:
                 self.sharing.turn()
 
     def drop_gradients(self) -> None:
-        self.updates.discard()
+        self.updates.unwanted = True
         self.micro, self.pieces = 0, 1
+        self.updates.discard()
 
     @property
     def offloaded_bytes(self) -> int:

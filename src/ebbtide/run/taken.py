@@ -6,7 +6,7 @@ Whoever wants the parameter before the update gets it back from the master; the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Slices, aligned, cut
@@ -23,10 +23,32 @@ class TakenSpace:
         self.homes, self.places = homes, places
         self.members: set[int] = set()
         """Parameters whose space holds their gradient."""
+        self.lost: set[int] = set()
+        """Parameters whose space holds nothing: they are in their masters only."""
 
-    def restore(self, members: Sequence[int]) -> None:
-        """Rebuilds parameters from their masters."""
-        for member in members:
+    @property
+    def away(self) -> set[int]:
+        """Parameters that are not where they were."""
+        return self.members | self.lost if self.lost else self.members
+
+    def take(self, member: int) -> None:
+        """A gradient is about to be where the parameter was."""
+        self.members.add(member)
+        self.lost.discard(member)
+
+    def drop(self) -> None:
+        """The gradients are not wanted any more."""
+        self.lost |= self.members
+        self.members.clear()
+
+    def updated(self, members: Iterable[int]) -> None:
+        """An update has been given gradients, and writes the parameters."""
+        self.members.difference_update(members)
+        self.lost.difference_update(members)
+
+    def restore(self) -> None:
+        """Rebuilds parameters from their masters. Whatever ends it early, the next call goes on."""
+        for member in sorted(self.lost):
             index, share = self.data.places[member].chunk, self.data.shares[member]
             master = self.store.chunks["master", index]
             param = self.data.parameter_chunk(index)
@@ -44,10 +66,11 @@ class TakenSpace:
                 self.store.written(param, tier)
             if tier == "host":
                 self.places.leave_stale(param)
+            self.lost.discard(member)
 
     def reclaim(self, run: int) -> None:
         """A run is about to be used whose parameters' space may be taken."""
-        if self.members and not self.members.isdisjoint(self.data.runs[run].parameters):
+        if self.away and not self.away.isdisjoint(self.data.runs[run].parameters):
             self.give_back()
 
     def give_back(self) -> None:
@@ -63,5 +86,5 @@ class TakenSpace:
                 for _, (target, source) in aligned([(grad, tier), (param, tier)], share.offset, share.numel):
                     target.copy_(source)
                 self.store.written(grad, tier)
-        members, self.members = sorted(self.members), set()
-        self.restore(members)
+        self.drop()
+        self.restore()

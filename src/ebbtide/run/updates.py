@@ -51,6 +51,8 @@ class Updates:
         """Gradients taken since the beginning; one more, while autograd may be adding to what is held."""
         self.sparse = False
         """Whether one of them was."""
+        self.unwanted = False
+        """What is held is being dropped, which whatever ended it early did not see to its end."""
         self.applied = 0
         """Updates applied during this backward pass (in-backward)."""
         self.take_over = False
@@ -222,7 +224,7 @@ class Updates:
         if self.take_over and (member in taken or not self.arrived[member]):
             if taken.isdisjoint(self.data.members[index]):
                 self.data.notice_writes(index)  # what a user wrote goes to the master, while it is there
-            taken.add(member)
+            self.taken.take(member)
             return self.data.parameter_chunk(index)
         return self.store.chunks["grad", index]
 
@@ -314,7 +316,7 @@ class Updates:
         for member in members:
             self.steps.counts[member] += 1
         self.chunks.update(index, self._sources(index, members), scale)
-        self.taken.members.difference_update(members)
+        self.taken.updated(members)
 
     def _sources(self, index: int, members: list[int]) -> dict[Chunk, list[int]]:
         """The chunks that hold gradients of these members, but for those that are kept as they came."""
@@ -333,21 +335,22 @@ class Updates:
 
     def discard(self) -> None:
         """Forgets the gradients; parameters whose space they took come back from the master."""
-        self.taken.restore([m for m in sorted(self.taken.members) if self.arrived[m]])
-        self.taken.members.clear()
-        self.kept.clear()
+        self.unwanted = True
+        self.taken.drop()
         self._whole = None
-        if self.shares is not None:
-            self.shares.discard()
-        for index in {self.data.places[m].chunk for m, count in enumerate(self.arrived) if count}:
-            chunk = self.store.chunks["grad", index]
-            if chunk.work is None:  # else it is being consumed
-                self.store.free(chunk)
         for member, parameter in enumerate(self.data.parameters):
             self.arrived[member] = 0
             self.squares[member] = 0.0
             if parameter.grad is not None and self.steps.group_of[member] >= 0:
                 parameter.grad = None  # of a backward pass before anybody watched
+        self.kept.clear()
+        if self.shares is not None:
+            self.shares.discard()
+        for chunk in self.store.chunks.values():
+            if chunk.kind == "grad" and not chunk.free and chunk.work is None:  # else it is being consumed
+                self.store.free(chunk)
+        self.taken.restore()
+        self.unwanted = False
 
     # -- in backward ----------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """What a user writes into parameters in place, where their master has the value that training goes on from.
 
 A parameter is its master, rounded. Where it is not, somebody wrote it, and the master follows; what was not written
-keeps its precision.
+keeps its precision. A split master is what the rounding took off, so nothing tells what was written: it stays, and the
+sum rounds to what was written, except at zeros and infinities, where it would be no number.
 """
 
 from __future__ import annotations
@@ -16,10 +17,28 @@ from ebbtide.run.model import ModelData
 from ebbtide.run.taken import TakenSpace
 
 _BITS = torch.int16
+_PIECE = 1 << 20
 
 
 def follow(parameter: torch.Tensor, master: torch.Tensor, kernels: Kernels) -> bool:
     """Flat, of the same elements and on the kernels' device. Whether the master had to change."""
+    one = _follow_split if master.dtype == _BITS else _follow_whole
+    changed = False
+    for some, of_master in zip(parameter.split(_PIECE), master.split(_PIECE), strict=True):
+        changed |= one(some, of_master, kernels)
+    return changed
+
+
+def _follow_split(parameter: torch.Tensor, master: torch.Tensor, _: Kernels) -> bool:
+    size = parameter.view(_BITS) & 0x7FFF
+    lost = ((size == 0) | (size >= 0x7F80)) & (master != 0)
+    if not bool(lost.any()):
+        return False
+    master.masked_fill_(lost, 0)
+    return True
+
+
+def _follow_whole(parameter: torch.Tensor, master: torch.Tensor, kernels: Kernels) -> bool:
     rounded = torch.empty_like(parameter)
     kernels.split(master, rounded, master.clone())
     written = rounded.view(_BITS) != parameter.view(_BITS)
@@ -40,10 +59,10 @@ class Writes:
     def carry_on(self, index: int) -> None:
         """A chunk's parameters were written in place."""
         data = self._data
-        if data.master_dtype(index) != torch.float32 or ("master", index) not in self._store.chunks:
+        if ("master", index) not in self._store.chunks:
             return
         members = data.members[index]
-        if not self._taken.members.isdisjoint(members):
+        if not self._taken.away.isdisjoint(members):
             names = ", ".join(data.names[m] for m in members)
             raise StateError(
                 f"one of {names} was written in place between backward and the step, where gradients are: the write "
