@@ -77,7 +77,7 @@ def test_offloaded_activations(name: str, mode: str, which: str, monkeypatch: py
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_settings(change: str) -> None:
     config = config_of(device=CUDA, **CHANGES[change])
-    free = check("gpt2", "none", config_of(device=CUDA))
+    free = check("gpt2", "none", config)
     model_data = sum(free["tags"]["device"].values())
     for share in (2, 8):
         check("gpt2", "none", with_budget(config, free["non_model_peak"] + model_data // share))

@@ -9,8 +9,9 @@ events that the host itself synchronises with before it reads, writes or reuses 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -23,6 +24,9 @@ from ebbtide.backend.slabs import users
 from ebbtide.errors import BudgetError
 from ebbtide.units import format_size
 
+PAGES_AT_LEAST = 256 << 20
+"""Beside the budget the allocator may map this much, or a twentieth of the budget: pages that are used in part."""
+
 
 class StreamEvent:
     __slots__ = ("_event",)
@@ -31,7 +35,7 @@ class StreamEvent:
         self._event = event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """What the stream is given from now on waits."""
@@ -48,6 +52,10 @@ def _register(count: int) -> torch.Tensor:
     segment = map_memory(count)
     code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), count, 0)
     if int(code) != 0:
+        with suppress(RuntimeError):
+            torch.empty(
+                1, device="cuda"
+            )  # the driver's last error is raised once, here and not by who comes next
         raise BudgetError(
             f"host: the driver could not register {format_size(count)} of memory (CUDA error {int(code)})",
             tier="host",
@@ -80,11 +88,14 @@ class CudaBackend:
         self._meter: Any = None
         self._storages: set[int] = set()
         _expandable_segments()
+        _open_products(self.device)
 
     def limit(self, count: int) -> None:
-        """Lets the allocator refuse what passes the budget, beside what the process holds already."""
+        """Lets the allocator refuse what passes the budget, beside what the process holds already. It counts the pages
+        that it maps, not the bytes that are used of them, as budgets do."""
         _, total = torch.cuda.mem_get_info(self.device)
-        share = (count + torch.cuda.memory_reserved(self.device)) / total
+        pages = max(PAGES_AT_LEAST, count // 20)
+        share = (count + torch.cuda.memory_reserved(self.device) + pages) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
 
     def allocate(self, tier: str, count: int) -> torch.Tensor:
@@ -139,7 +150,7 @@ class CudaBackend:
             after.hold(stream)
         else:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits for a copy leaves the core to updates
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
             event.record(stream)
@@ -163,7 +174,7 @@ class CudaBackend:
 
     def available(self) -> dict[str, int]:
         free, _ = torch.cuda.mem_get_info(self.device)
-        return {"device": free, "host": psutil.virtual_memory().available}
+        return {"device": free, "host": psutil.virtual_memory().available + REGISTERED.free_bytes()}
 
     def capacity(self) -> dict[str, int]:
         _, total = torch.cuda.mem_get_info(self.device)
@@ -177,10 +188,20 @@ class CudaBackend:
 
     def close(self) -> None:
         self.synchronize()
+        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
 def _expandable_segments() -> None:
-    """Activations and chunks then share physical memory, whatever their sizes."""
-    settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if settings is not None:
-        settings("expandable_segments:True")
+    """Activations and chunks then share physical memory, whatever their sizes. What the user has set stays."""
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if settings is not None and "expandable_segments" not in given:
+        settings(",".join(filter(None, (given, "expandable_segments:True"))))
+
+
+def _open_products(device: torch.device) -> None:
+    """Each thread that multiplies, autograd's too, takes a workspace with its first product and keeps it: before the
+    budget begins, else the first pass would have it beside what was foreseen."""
+    with torch.inference_mode(False), torch.enable_grad():
+        one = torch.ones(8, 8, device=device, requires_grad=True)
+        (one @ one).sum().backward()

@@ -46,6 +46,8 @@ def drawn_quickly(spec: ModelSpec) -> nn.Module:
     if any(True for _ in module.buffers()):
         return spec.build(0)  # what buffers hold is only known to their constructors
     module.to_empty(device="cpu")
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()  # type: ignore[operator]
     noise = 0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in module.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +40,7 @@ class Recording:
         was free; but what the model has outside the chunks, every plan counts."""
         backend = self._backend
         if backend.kind == "cuda":
+            gc.collect()  # what is found is taken to stay
             found = torch.cuda.memory_allocated(backend.device) - backend.held()["device"]
             there = self._unmanaged.fixed_bytes() - self._unmanaged.missing_bytes()
             self._beside = max(0, found - there)
