@@ -46,9 +46,9 @@ class _Books:
     def begin(self, request: Request) -> None:
         """The caller holds the lock until the request is in its queues: their orders must agree."""
         self.extents.require(request.extent)
-        pending = self._pending.setdefault(request.extent.start, [])
+        pending = self._pending.get(request.extent.start, [])
         request.after = [one for one in pending if _conflict(one, request)]
-        pending.append(request)
+        self._pending[request.extent.start] = [*pending, request]
 
     def knows(self, request: Request) -> bool:
         with self.lock:

@@ -368,22 +368,23 @@ class ChunkStore:
             chunk.pending = []
 
     def end_move(self, chunk: Chunk, keep_source: bool = False) -> None:
-        """Ends a move under way, and leaves work on the chunk to itself. With `keep_source` what left is still there."""
+        """Ends a move under way, and leaves work on the chunk to itself. With `keep_source` what left is still there.
+        It is under way until all of this is done: whatever ends this early, the next call does it again."""
         if chunk.move is None:
             return
         link, events = chunk.move
         left, arrived = self.ends_of(link)
-        chunk.move = None
-        try:
-            self._wait(events, link)
-        except BaseException:
+        failed = self._wait(events, link)
+        if failed is not None:
             self._close(chunk, arrived)
-            raise
+            chunk.move = None
+            raise failed
         if link in (TO_DEVICE, TO_HOST):
             chunk.pending = events
         chunk.mark(arrived, True)
         if link in (TO_HOST, SSD_WRITE) and not keep_source:
             self._close(chunk, left)
+        chunk.move = None
 
     def ends_of(self, link: str) -> tuple[str, str]:
         """Where a link's moves come from and where they go."""
@@ -395,12 +396,11 @@ class ChunkStore:
         }
         return ends.get(link, (self.near, "ssd"))
 
-    def _wait(self, events: Sequence[Event], link: str) -> None:
+    def _wait(self, events: Sequence[Event], link: str) -> BaseException | None:
         start = time.perf_counter()
         failed = wait_for_all(events)
         self.traffic.stalls[link] += time.perf_counter() - start
-        if failed is not None:
-            raise failed
+        return failed
 
     def turn_back(self, chunk: Chunk) -> None:
         """The chunk is wanted on the device: a fetch is ended, an eviction leaves a clean pair behind."""
