@@ -192,6 +192,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
     monkeypatch.setattr(cuda, "_expandable_segments", lambda: None)
+    monkeypatch.setattr(cuda, "_open_products", lambda device: None)
+    monkeypatch.setattr(cuda, "_forget_last_error", lambda: None)
     monkeypatch.setattr(cuda, "REGISTERED", Arena(cuda._register, cuda._unregister, least=1 << 20))
     return made
 
