@@ -65,6 +65,12 @@ def _register(count: int) -> torch.Tensor:
     return segment
 
 
+def _forget_last_error() -> None:
+    """The runtime keeps it, and raises it once: here, not for who allocates next."""
+    with suppress(RuntimeError):
+        torch.empty(1, device="cuda")
+
+
 def _unregister(segment: torch.Tensor) -> bool:
     """What the driver keeps must stay mapped."""
     return int(torch.cuda.cudart().cudaHostUnregister(segment.data_ptr())) == 0
