@@ -52,10 +52,7 @@ def _register(count: int) -> torch.Tensor:
     segment = map_memory(count)
     code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), count, 0)
     if int(code) != 0:
-        with suppress(RuntimeError):
-            torch.empty(
-                1, device="cuda"
-            )  # the driver's last error is raised once, here and not by who comes next
+        _forget_last_error()
         raise BudgetError(
             f"host: the driver could not register {format_size(count)} of memory (CUDA error {int(code)})",
             tier="host",
