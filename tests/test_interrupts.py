@@ -37,6 +37,14 @@ def spilling(**changes: Any) -> Engine:
     return ebbtide.initialize(zoo.build("gpt2"), config)
 
 
+def under_way(**changes: Any) -> Engine:
+    """Traced, and by a plan since."""
+    engine = spilling(**changes)
+    step(engine, 0)
+    step(engine, 1)
+    return engine
+
+
 def failing(copy: Callable[..., Any], link: str, nth: int, ending: type[BaseException]) -> Callable[..., Any]:
     """The nth copy over a link does not start."""
     seen = 0
@@ -60,9 +68,7 @@ def test_a_copy_that_could_not_start(
     """The chunk stays where it is good; after an interrupt in forward training goes on with the same numbers."""
     hashes = []
     for interrupted in (False, True):
-        engine = spilling()
-        step(engine, 0)
-        step(engine, 1)
+        engine = under_way()
         with monkeypatch.context() as patch:
             if interrupted:
                 patch.setattr(
@@ -239,9 +245,7 @@ def test_between_a_runs_state_and_its_pins(
 ) -> None:
     hashes = []
     for interrupted in (False, True):
-        engine = spilling()
-        step(engine, 0)
-        step(engine, 1)
+        engine = under_way()
         loss = engine(**zoo.ZOO["gpt2"].batch(2)).loss if backward else None
         original, seen = getattr(RunStates, deed), []
 
@@ -275,9 +279,7 @@ def test_while_parameters_are_rebuilt(monkeypatch: pytest.MonkeyPatch, deed: str
     """Gradients are where they were, and nobody takes one for the other."""
     hashes = []
     for interrupted in (False, True):
-        engine = spilling(master="separate")
-        step(engine, 0)
-        step(engine, 1)
+        engine = under_way(master="separate")
         engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
         assert engine._session.updates.taken.members
         seen: list[Any] = []

@@ -73,7 +73,7 @@ class SavedTensors:
         outer = _top(False)
         if outer is None:
             pair = self._alone
-        elif self.top() is not None:
+        elif _ours(outer) is not None:
             return False
         else:
             pair = _Pair(self._observer_of, outer)
@@ -86,11 +86,14 @@ class SavedTensors:
 
     def top(self) -> _Pair | None:
         """Ours, where it is the innermost of all."""
-        outer = _top(False)
-        found = None if outer is None else getattr(outer[0], "__self__", None)
-        return found if isinstance(found, _Pair) else None
+        return _ours(_top(False))
 
     def pop_to(self, pair: _Pair | None) -> None:
         """Until it is on top again, or one of somebody else's."""
         while self.top() not in (None, pair):
             _pop()
+
+
+def _ours(hooks: Hooks | None) -> _Pair | None:
+    pair = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return pair if isinstance(pair, _Pair) else None

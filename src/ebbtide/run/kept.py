@@ -41,9 +41,6 @@ class KeptGradients:
     def __getitem__(self, member: int) -> torch.Tensor:
         return self._tensors[member]
 
-    def members(self) -> list[int]:
-        return list(self._tensors)
-
     def owns(self, storage: int) -> bool:
         return storage in self._storages
 
@@ -87,7 +84,7 @@ class KeptGradients:
 
     def clear(self) -> None:
         """Forgets what no update consumes."""
-        for member in self.members():
+        for member in list(self._tensors):
             self.drop(member)
 
     def _forget(self, tensor: torch.Tensor) -> None:

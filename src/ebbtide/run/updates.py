@@ -195,15 +195,14 @@ class Updates:
     def _came(self, member: int, held: torch.Tensor | None, version: int) -> bool:
         """Takes the gradient in that has arrived, if one has. `held`: what autograd was given to add to."""
         parameter = self.data.parameters[member]
-        gradient, ours = (
-            parameter.grad,
-            held is not None and member in self.kept and held is self.kept[member],
-        )
-        if gradient is held and ours:
+        gradient = parameter.grad
+        ours = held is not None and member in self.kept and held is self.kept[member]
+        in_place = gradient is held
+        if in_place and ours:
             parameter.grad = None
-        if gradient is None or (gradient is held and _version(gradient) == version):
+        if gradient is None or (in_place and _version(gradient) == version):
             return False
-        if gradient is held and ours:
+        if in_place and ours:
             self.captured += 1
             self.arrived[member] += 1
             self.squares[member] = None
