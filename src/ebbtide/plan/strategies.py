@@ -83,6 +83,8 @@ class Setup:
     """Bytes of the device that are kept for what ranks send each other of a chunk's gradients."""
     in_slices: bool = False
     """They exchange a slice at a time."""
+    straight: bool = False
+    """Gradients are copied to the host as they arrive, where their update is there."""
 
     def exchanging(self, count: int) -> Setup:
         """`count` bytes of the device are kept for exchanges between ranks."""
@@ -181,6 +183,8 @@ def ebbtide(ask: Ask) -> Setup:
         blocking=not config.prefetch,
         lock_free=config.updates == "lock-free",
     )
+    one_kind = ask.machine.device.kind == "cpu" and settings.host > 0 and ask.ranks == 1
+    setup = replace(setup, straight=one_kind and not take_over and not setup.lock_free)
     return setup.exchanging(max(setup.shape.whole_bytes, default=0))
 
 

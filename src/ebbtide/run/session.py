@@ -114,6 +114,9 @@ class Session:
         self.updates.kept.where_planned = (
             as_they_are and self.updates.in_backward and self.store.near == "device"
         )
+        self.updates.straight.possible = (
+            as_they_are and self.store.near == "host" and config.updates != "lock-free"
+        )
         self.room.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date

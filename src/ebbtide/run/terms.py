@@ -80,6 +80,7 @@ def cost_of(
             blocking=not settings.prefetch,
             lock_free=settings.lock_free,
             max_staleness=config.max_staleness,
+            straight=updates.straight.possible and not settings.take_over,
         )
     )
 

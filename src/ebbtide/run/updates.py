@@ -26,6 +26,7 @@ from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.model import ModelData, dense, laid_like
 from ebbtide.run.shares import SharedGradients
+from ebbtide.run.straight import Straight
 from ebbtide.run.taken import TakenSpace
 
 
@@ -71,6 +72,7 @@ class Updates:
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
+        self.straight = Straight(self.store, kernels, self.homes)
         self.steps = self.chunks.steps
         self.taken = TakenSpace(data, kernels, self.homes, executor.places)
         self.state_chunks = self.chunks.state_chunks
@@ -136,19 +138,20 @@ class Updates:
         chunk = self._gradient_chunk(member)
         if chunk.work is not None:
             chunk.work.settle()  # the last step's gradients are being added to those that wait for an update
+        straight = self.straight.leads(chunk, place, gradient)
+        tier, add = "host" if straight else "device", self.arrived[member] > 0
         if chunk.free:
-            self.executor.room.make_for(chunk, "device")
-            self.store.allocate(chunk, "device")
-        self.executor.places.hold(chunk)
-        try:
-            view = chunk.view().as_strided(place.shape, place.stride, place.offset)
-            add = self.arrived[member] > 0
-            self.squares[member] = self.kernels["device"].capture(view, gradient, add)
-            del view
-            self.store.written(chunk, "device")
+            self.executor.room.make_for(chunk, tier)
+            self.store.allocate(chunk, tier)
+        with self.executor.places.placed(chunk, tier):
+            if straight:
+                self.squares[member] = self.straight.take(chunk, place, gradient, add)
+            else:
+                view = chunk.view().as_strided(place.shape, place.stride, place.offset)
+                self.squares[member] = self.kernels["device"].capture(view, gradient, add)
+                del view
+            self.store.written(chunk, tier)
             self.arrived[member] += 1
-        finally:
-            chunk.pins -= 1
 
     def _stays(self, index: int) -> bool:
         """Whether a gradient of the chunk is on the device until its update."""

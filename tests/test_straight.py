@@ -1,0 +1,78 @@
+"""Gradients whose update is on the host go there as they arrive: no chunk for them on the device, the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+import harness
+import zoo
+
+STEPS = 4
+
+
+def _bytes_moved(engine: ebbtide.Engine) -> int:
+    return int(engine.stats()["moved_bytes"]["device_to_host"])
+
+
+def _train(engine: ebbtide.Engine, seen: list[int], accumulate: int) -> list[int]:
+    """Bytes that go to the host, by step. `seen`: gradients on the device when the last layer of backward begins."""
+    moved = []
+
+    def look(gradient: torch.Tensor) -> None:
+        seen.append(engine.stats()["tags"]["device"].get("grad", 0))
+
+    for step in range(STEPS):
+        before = _bytes_moved(engine)
+        for part in range(accumulate):
+            batch = harness.batch_of("gpt2", step * accumulate + part, torch.bfloat16, "cpu")
+            out = engine(**batch, output_hidden_states=True)
+            out.hidden_states[0].register_hook(look)
+            engine.backward(out.loss)
+        moved.append(_bytes_moved(engine) - before)
+        engine.step()
+    return moved
+
+
+@pytest.mark.parametrize("layout", ["chunk", "page", "tensor"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_copied_once(layout: str, accumulate: int) -> None:
+    config = harness.config_of(layout=layout, placement="host", accumulate=accumulate)
+    config["device"]["memory"] = "64MiB"
+    engine = ebbtide.initialize(zoo.build("gpt2"), config)
+    seen: list[int] = []
+    try:
+        moved = _train(engine, seen, accumulate)
+        assert seen == [0] * STEPS * accumulate
+        assert moved == [accumulate * sum(2 * p.numel() for p in engine.module.parameters())] * STEPS
+        sha, _ = harness.expected("gpt2", "none", STEPS, accumulate=accumulate)
+        assert engine.weights_sha256() == sha
+        engine.check_integrity()
+    finally:
+        engine.close()
+
+
+def test_gradients_laid_otherwise_take_the_longer_way() -> None:
+    """A sparse one is made dense, not laid like its parameter: its chunk on the device takes it."""
+    shas: list[str] = []
+    for placement in ("host", "auto"):
+        config: dict[str, Any] = harness.config_of(placement=placement, layout="page")
+        config["device"]["memory"] = "64MiB"
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Embedding(64, 96, sparse=True), torch.nn.Linear(96, 32))
+        module[0].weight = torch.nn.Parameter(torch.randn(96, 64).t())
+        engine = ebbtide.initialize(module, config)
+        try:
+            for step in range(STEPS):
+                ids = torch.arange(8) + step
+                engine.backward(engine(ids).float().square().mean())
+                engine.step()
+            assert module[0].weight.stride() == (1, 64)
+            shas.append(engine.weights_sha256())
+            engine.check_integrity()
+        finally:
+            engine.close()
+    assert shas[0] == shas[1]
