@@ -45,6 +45,8 @@ def wait_for_all(events: Iterable[Event], host: bool = False) -> BaseException |
 class Backend(Protocol):
     kind: str
     device: torch.device
+    one_memory: bool
+    """Whether device and host are the same memory, with no link between them: a copy is the processor's."""
 
     def limit(self, count: int) -> None:
         """Has the device's own allocator refuse more than `count` bytes, where it can."""

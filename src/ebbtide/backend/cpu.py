@@ -123,6 +123,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self._poison = poison
         self._rates = rates or {}
+        self.one_memory = not self._rates
         self._kernels = cpu_kernels()
         self._slabs = Slabs()
         self._lock = threading.Lock()

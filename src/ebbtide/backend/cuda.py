@@ -79,6 +79,7 @@ REGISTERED = Arena(_register, _unregister)
 
 class CudaBackend:
     kind = "cuda"
+    one_memory = False
 
     def __init__(self, poison: bool = False) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,10 @@ class _Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
-        time.sleep(self._unit * operands.parameter.numel() / ELEMENTS)
-        self._kernels.update(rule, operands, coefficients)
+    def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+        for operands, coefficients in pieces:
+            time.sleep(self._unit * operands.parameter.numel() / ELEMENTS)
+            self._kernels.update(rule, operands, coefficients)
 
 
 class _Chain(nn.Module):
