@@ -1,17 +1,22 @@
-"""What plans count for copies on the host is what the host reserves for them, in pages or not."""
+"""What plans count for copies on the host is what the host reserves for them, in pages or not, and has room for."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import ebbtide
 from ebbtide.backend import CpuBackend
 from ebbtide.layout import ITEMSIZE, TensorSpec, build_layout
 from ebbtide.memory.host import HostSpace
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.paged import Paged, on_host
 from ebbtide.plan.shape import ModelShape
+from harness import config_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -44,3 +49,31 @@ def test_the_host_reserves_what_is_counted(sizes: list[tuple[int, str]], cut: st
     assert on_host(shape, there, tuple(chunk.size * 4 for chunk in layout.chunks)) == count
     for index in there:
         space.release("momentum", index, torch.float32)
+
+
+def test_a_page_that_goes_with_a_neighbour_is_made_room_for() -> None:
+    """Room may come from a chunk that has a page in common with the one that it is for: that page is needed, too."""
+    module = nn.Sequential(*(nn.Linear(*(96, 288)[:: 1 - 2 * (place % 2)]) for place in range(4)))
+    config = config_of(layout="page", chunk_size="100KiB", precision="fp32")
+    engine = ebbtide.initialize(module, config)
+    try:
+        engine.backward(engine(torch.ones(2, 96)).square().mean())
+        engine.step()
+        store, room = engine._session.store, engine._session.room
+        chunks = [store.get("param", index) for index in range(len(store.layout.chunks))]
+        for chunk, *others in itertools.permutations(chunks, 3):
+            store.ledger.budgets["host"] = 1 << 30
+            for other in chunks:
+                if other.host is not None:
+                    store.drop(other, "host")
+            for other in others:
+                store.mirror(other)
+            # As much as the others have, and what the chunk needs beside them, but for one byte.
+            store.ledger.budgets["host"] = (
+                store.ledger.reserved["host"] + store.room_needed(chunk, "host") - 1
+            )
+            room.make_for(chunk, "host")
+            store.mirror(chunk)
+        engine.check_integrity()
+    finally:
+        engine.close()

@@ -183,8 +183,8 @@ def ebbtide(ask: Ask) -> Setup:
         blocking=not config.prefetch,
         lock_free=config.updates == "lock-free",
     )
-    one_kind = ask.machine.device.kind == "cpu" and settings.host > 0 and ask.ranks == 1
-    setup = replace(setup, straight=one_kind and not take_over and not setup.lock_free)
+    one_memory = ask.machine.device.kind == "cpu" and not settings.ssd and ask.ranks == 1
+    setup = replace(setup, straight=one_memory and not take_over and not setup.lock_free)
     return setup.exchanging(max(setup.shape.whole_bytes, default=0))
 
 

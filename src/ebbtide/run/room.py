@@ -67,8 +67,11 @@ class Room:
             self._make_on_host(needed)
 
     def make_for(self, chunk: Chunk, tier: str) -> None:
-        """Room for a copy of the chunk."""
-        self.make(tier, self.store.room_needed(chunk, tier))
+        """Room for a copy of the chunk. What leaves for it may have a page in common with it, which is needed then."""
+        needed = -1
+        while (now := self.store.room_needed(chunk, tier)) > needed:
+            needed = now
+            self.make(tier, needed)
 
     # -- non-model data -------------------------------------------------------------------------------
 

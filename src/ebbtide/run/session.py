@@ -114,8 +114,9 @@ class Session:
         self.updates.kept.where_planned = (
             as_they_are and self.updates.in_backward and self.store.near == "device"
         )
-        straight = backend.one_memory and ranks is None and config.updates != "lock-free"
-        self.updates.straight.possible = straight and self.store.near == "host"
+        self.updates.straight.possible = (
+            backend.one_memory and ranks is None and disk is None and config.updates != "lock-free"
+        )
         self.room.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
