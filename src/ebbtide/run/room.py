@@ -87,6 +87,13 @@ class Room:
         self.ledger.set_level("device", level, guess)
         self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
 
+    def go_back(self, level: int, guess: bool) -> None:
+        """To the level before a guess. Chunks that the guess made room for leave."""
+        if level - self.ledger.level["device"] > self.ledger.room("device"):
+            self.raise_level(level, guess=True)
+        if level <= self._most():
+            self.ledger.set_level("device", level, guess)
+
     def _most(self) -> int:
         """What of the device's budget nothing is reserved in."""
         return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])

@@ -246,13 +246,14 @@ class Session:
     def evaluating(self) -> Iterator[None]:
         """Around a forward pass without gradients. Between training passes nobody has foreseen what its activations
         take: as much as those of training, as far as chunks have somewhere to go."""
-        before = None
+        before, guessed = None, False
         with torch.inference_mode(False), torch.no_grad():
             if self.lock_free is not None:
                 self.lock_free.begin_evaluation()
             self.executor.updater.bring_all()  # there is room for them in the moments of training
             if self.idle and not self.ledger.device_alone:
                 before, plan = self.ledger.level["device"], self.course.plan
+                guessed = self.ledger.is_guess("device")
                 level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
                 self.room.raise_level(max(level, before), guess=True)
         try:
@@ -264,7 +265,8 @@ class Session:
             raise
         finally:
             if before is not None:
-                self.ledger.set_level("device", before)
+                with torch.inference_mode(False), torch.no_grad():
+                    self.room.go_back(before, guessed)
 
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
