@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ebbtide
+import zoo
 from ebbtide.backend import CpuBackend
+from ebbtide.errors import BudgetError
 from ebbtide.layout import ITEMSIZE, TensorSpec, build_layout
 from ebbtide.memory.host import HostSpace
 from ebbtide.memory.ledger import Ledger
@@ -77,3 +79,25 @@ def test_a_page_that_goes_with_a_neighbour_is_made_room_for() -> None:
         engine.check_integrity()
     finally:
         engine.close()
+
+
+def test_gradients_that_wait_for_others_of_their_chunk_have_room_on_the_host() -> None:
+    """On the smallest device they leave it until those come: the plan refuses a host that is too small for that."""
+    config = config_of(layout="page", chunk_size="8KiB", placement="host", updates="in-backward", clip=None)
+    trained = refused = 0
+    for host in range(4_310_000, 4_700_000, 30_000):
+        budgets = {"device": {"kind": "cpu", "memory": 258_058}, "host": {"memory": host}}
+        torch.manual_seed(0)
+        engine = ebbtide.initialize(zoo.Blocks(5, 96), config | budgets)
+        try:
+            for step in range(3):
+                ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(step))
+                engine.backward(engine(ids))
+                engine.step()
+            trained += 1
+        except BudgetError as error:
+            assert "raise host.memory" in str(error)
+            refused += 1
+        finally:
+            engine.close()
+    assert trained and refused

@@ -30,30 +30,11 @@ def step(engine: Any, number: int) -> None:
 # -- evaluation -----------------------------------------------------------------------------------------------
 
 
-class _Blocks(nn.Module):
-    """Weights and their gradients decide what there is room for, not activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, 40)
-        self.up = nn.ModuleList(nn.Linear(40, 120) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(120, 40) for _ in range(3))
-        self.norms = nn.ModuleList(nn.LayerNorm(40) for _ in range(3))
-        self.head = nn.Linear(40, 256, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for up, down, norm in zip(self.up, self.down, self.norms, strict=True):
-            x = x + down(torch.relu(up(norm(x))))
-        logits = self.head(x)[:, :-1].flatten(0, 1).float()
-        return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
-
-
 def test_what_came_for_an_evaluation_leaves_for_training() -> None:
     """Between micro-batches, with accumulated gradients that cannot leave: the next one has the room that is its own."""
     memory = 150_000
     config = config_of(layout="page", chunk_size="16KiB", master="separate", accumulate=3)
-    engine = ebbtide.initialize(_Blocks(), config | {"device": {"kind": "cpu", "memory": memory}})
+    engine = ebbtide.initialize(zoo.Blocks(3, 40), config | {"device": {"kind": "cpu", "memory": memory}})
     try:
         for number in range(6):
             if number in (1, 3):

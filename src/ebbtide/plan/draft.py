@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import add, sub
 
 from ebbtide.plan.activations import Away
-from ebbtide.plan.hostside import HostSide, beside_updates, fill_host, kept_bytes
+from ebbtide.plan.hostside import HostSide, beside_updates, fill_host, kept_bytes, largest_on_host
 from ebbtide.plan.paged import Paged
 from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
@@ -237,6 +237,10 @@ def _with_evicted(
         lives_there = bool(shape.state_bytes[chunk]) and chunk not in device
         if not (lives_there or (host.keep and kind == PARAM)):
             extra += copies[kind].put(chunk) if kind in copies else shape.sizes[item]
+    if settings.in_backward and not settings.take_over:
+        # Of the two that wait for their updates, one may be among these.
+        waiting = largest_on_host(shape, range(shape.chunks), shape.gradient_bytes)
+        extra += max(0, _incomplete(shape, residency) - waiting)
     if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
         host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
     needed = host.host_bytes + extra
@@ -245,6 +249,26 @@ def _with_evicted(
     if needed - settings.host > host.short:
         return replace(host, host_bytes=needed, short=needed - settings.host, tier="host")
     return replace(host, host_bytes=needed)
+
+
+def _incomplete(shape: ModelShape, residency: Residency) -> int:
+    """Bytes of gradients that leave before the last of their chunk has come, and come back for it, at their most."""
+    events: list[tuple[int, bool, int]] = []
+    returning: set[int] = set()
+    for move in reversed(residency.moves):
+        kind, chunk = shape.items[move.item]
+        if kind == GRAD and move.fetch:
+            returning.add(chunk)
+            events.append((move.moment, True, chunk))
+        elif kind == GRAD and chunk in returning:
+            returning.discard(chunk)
+            events.append((move.earliest, False, chunk))
+    copies = Paged(shape, shape.gradient_bytes)
+    held = most = 0
+    for _, back, chunk in sorted(events):
+        held += -copies.take(chunk) if back else copies.put(chunk)
+        most = max(most, held)
+    return most
 
 
 def _at_least(shape: ModelShape, record: Record, device: frozenset[int]) -> int:

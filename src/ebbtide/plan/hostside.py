@@ -94,11 +94,11 @@ def waiting_gradients(shape: ModelShape, away: Iterable[int], settings: Settings
     if settings.take_over:
         return 0
     if settings.in_backward:
-        return 2 * _largest(shape, away, shape.gradient_bytes)
+        return 2 * largest_on_host(shape, away, shape.gradient_bytes)
     return on_host(shape, away, shape.gradient_bytes)
 
 
-def _largest(shape: ModelShape, chunks: Iterable[int], counts: Sequence[int]) -> int:
+def largest_on_host(shape: ModelShape, chunks: Iterable[int], counts: Sequence[int]) -> int:
     """Bytes that the largest copy takes on the host."""
     return max((on_host(shape, (i,), counts) for i in chunks), default=0)
 
@@ -120,7 +120,7 @@ def _with_ssd(shape: ModelShape, away: list[int], grads: int, params: int, setti
     held_params: list[int] = []
     copies = Paged(shape, shape.parameter_bytes)
     if left < 0:
-        left -= TRANSIT * _largest(shape, away, shape.parameter_bytes)
+        left -= TRANSIT * largest_on_host(shape, away, shape.parameter_bytes)
         for i in away:
             copies.put(i)
     for i in reversed(away):
