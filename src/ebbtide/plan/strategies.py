@@ -36,6 +36,7 @@ from ebbtide.layout import (
     search_uniform,
     unit_elements,
 )
+from ebbtide.plan.activations import OFF
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.units import format_size, round_up
@@ -184,7 +185,8 @@ def ebbtide(ask: Ask) -> Setup:
         lock_free=config.updates == "lock-free",
     )
     one_memory = ask.machine.device.kind == "cpu" and not settings.ssd and ask.ranks == 1
-    setup = replace(setup, straight=one_memory and not take_over and not setup.lock_free)
+    elsewhere = take_over or setup.lock_free or config.offload_activations != OFF
+    setup = replace(setup, straight=one_memory and not elsewhere)
     return setup.exchanging(max(setup.shape.whole_bytes, default=0))
 
 

@@ -114,9 +114,8 @@ class Session:
         self.updates.kept.where_planned = (
             as_they_are and self.updates.in_backward and self.store.near == "device"
         )
-        self.updates.straight.possible = (
-            backend.one_memory and ranks is None and disk is None and config.updates != "lock-free"
-        )
+        straight = backend.one_memory and ranks is None and disk is None and config.updates != "lock-free"
+        self.updates.straight.possible = straight and config.offload_activations == OFF
         self.room.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date

@@ -3,7 +3,8 @@
 A gradient whose update is on the host would be copied twice: into its chunk, and with it to the host. Where the same
 threads make both copies the first is one too many: the gradient is copied, or added, to where the update reads it.
 Not where the host overflows to SSD: plans count each gradient there from its chunk's last one on, and parameters would
-have to leave for those that are early.
+have to leave for those that are early. Nor where activations leave: plans count the chunk on the device all the same,
+and with little else there the least budgets would be more than is used.
 """
 
 from __future__ import annotations
