@@ -30,14 +30,14 @@ class Straight:
 
     def leads(self, chunk: Chunk, place: Place, gradient: torch.Tensor) -> bool:
         """Whether a gradient goes to its chunk on the host: there is room, and the device has nothing of the chunk."""
-        as_laid = tuple(gradient.stride()) == place.stride and gradient.dtype == chunk.dtype
         return (
             self.possible
             and chunk.kind == GRAD
             and self._homes[chunk.index] != "device"
             and not chunk.device_valid
             and chunk.move is None
-            and as_laid
+            and tuple(gradient.stride()) == place.stride
+            and gradient.dtype == chunk.dtype
             and self._store.ledger.room("host") >= self._store.room_needed(chunk, "host")
         )
 
