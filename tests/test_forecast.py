@@ -331,6 +331,17 @@ def test_budgets_of_the_config_are_those_of_the_forecast() -> None:
     assert not ebbtide.forecast("gpt2-tiny", machine, seq=64, config={"ssd": {"memory": "1MB"}}).fits
 
 
+def test_activations_sent_away_by_the_workload_or_by_the_config_take_as_long() -> None:
+    """Gradients do not go straight to the host then, whoever asked for it."""
+    machine = Machine.read(CPU).with_memory(device=60 * 10**6, host=300 * 10**6, ssd=0)
+    away = Workload(1, 512, offload_activations=True)
+    asked = Forecaster("gpt2-tiny").answer(machine, away, explain=False).outlook
+    settings = {"offload_activations": "all"}
+    told = Forecaster("gpt2-tiny", settings).answer(machine, Workload(1, 512), explain=False).outlook
+    assert asked.bytes["host"]["grad"] > 0 and asked.bytes["host"]["activations"] > 0
+    assert asked.step_seconds == told.step_seconds
+
+
 @pytest.mark.parametrize(("host", "tier"), [(80, "host"), (10, "ssd")])
 def test_activations_leave_as_the_engine_sends_them(host: int, tier: str, tmp_path: Path) -> None:
     """To SSD where RAM is short. Budgets are so tight that the engine has to keep to what is foreseen."""

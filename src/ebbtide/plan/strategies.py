@@ -36,7 +36,6 @@ from ebbtide.layout import (
     search_uniform,
     unit_elements,
 )
-from ebbtide.plan.activations import OFF
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.shape import ModelShape, Settings, update_bytes
 from ebbtide.units import format_size, round_up
@@ -85,7 +84,7 @@ class Setup:
     in_slices: bool = False
     """They exchange a slice at a time."""
     straight: bool = False
-    """Gradients are copied to the host as they arrive, where their update is there."""
+    """Gradients are copied to the host as they arrive, where their update is there and no activations leave."""
 
     def exchanging(self, count: int) -> Setup:
         """`count` bytes of the device are kept for exchanges between ranks."""
@@ -185,8 +184,7 @@ def ebbtide(ask: Ask) -> Setup:
         lock_free=config.updates == "lock-free",
     )
     one_memory = ask.machine.device.kind == "cpu" and not settings.ssd and ask.ranks == 1
-    elsewhere = take_over or setup.lock_free or config.offload_activations != OFF
-    setup = replace(setup, straight=one_memory and not elsewhere)
+    setup = replace(setup, straight=one_memory and not take_over and not setup.lock_free)
     return setup.exchanging(max(setup.shape.whole_bytes, default=0))
 
 
