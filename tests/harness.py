@@ -119,10 +119,11 @@ def run(name: str, checkpointing: str, steps: int, config: dict[str, Any]) -> Ru
                 with _disable_current_modes():
                     batch = batch_of(name, step, dtype, engine.device)
                 count.given(batch)
-                loss = engine(**batch).loss
-                engine.backward(loss)
+                out = engine(**batch)  # held meanwhile, as it mostly is
+                engine.backward(out.loss)
                 engine.step()
-                losses.append(loss.item())
+                losses.append(out.loss.item())
+                del out
                 engine.check_integrity()
         return Run(engine.weights_sha256(), losses, engine.stats(), count.peak)
     finally:

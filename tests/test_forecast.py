@@ -332,7 +332,7 @@ def test_budgets_of_the_config_are_those_of_the_forecast() -> None:
 
 
 def test_activations_sent_away_by_the_workload_or_by_the_config_take_as_long() -> None:
-    """Gradients do not go straight to the host then, whoever asked for it."""
+    """Whoever asked for it."""
     machine = Machine.read(CPU).with_memory(device=60 * 10**6, host=300 * 10**6, ssd=0)
     away = Workload(1, 512, offload_activations=True)
     asked = Forecaster("gpt2-tiny").answer(machine, away, explain=False).outlook

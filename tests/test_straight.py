@@ -12,6 +12,7 @@ import harness
 import zoo
 
 STEPS = 4
+ROOMY: dict[str, Any] = {"device": {"memory": "64MiB"}}
 
 
 def _bytes_moved(engine: ebbtide.Engine) -> int:
@@ -39,15 +40,20 @@ def _train(engine: ebbtide.Engine, seen: list[int], accumulate: int) -> list[int
 
 @pytest.mark.parametrize("layout", ["chunk", "page", "tensor"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_are_copied_once(layout: str, accumulate: int) -> None:
-    config = harness.config_of(layout=layout, placement="host", accumulate=accumulate)
-    config["device"]["memory"] = "64MiB"
+@pytest.mark.parametrize("offload", ["off", "all"])
+def test_gradients_are_copied_once(layout: str, accumulate: int, offload: str) -> None:
+    config = harness.config_of(
+        layout=layout, placement="host", accumulate=accumulate, offload_activations=offload, **ROOMY
+    )
     engine = ebbtide.initialize(zoo.build("gpt2"), config)
     seen: list[int] = []
     try:
         moved = _train(engine, seen, accumulate)
         assert seen == [0] * STEPS * accumulate
         assert moved == [accumulate * sum(2 * p.numel() for p in engine.module.parameters())] * STEPS
+        plan = engine._session.course.plan
+        assert plan is not None and not engine.stats()["diverged"]
+        assert plan.residency.to_host == accumulate * sum(engine._session.shape.gradient_bytes)
         sha, _ = harness.expected("gpt2", "none", STEPS, accumulate=accumulate)
         assert engine.weights_sha256() == sha
         engine.check_integrity()
@@ -55,12 +61,31 @@ def test_gradients_are_copied_once(layout: str, accumulate: int) -> None:
         engine.close()
 
 
-def test_gradients_laid_otherwise_take_the_longer_way() -> None:
-    """A sparse one is made dense, not laid like its parameter: its chunk on the device takes it."""
+def test_where_the_host_is_full_against_the_plan_gradients_wait_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ebbtide.initialize(zoo.build("gpt2"), harness.config_of(placement="host", **ROOMY))
+    try:
+        for number in range(STEPS):
+            batch = harness.batch_of("gpt2", number, torch.bfloat16, "cpu")
+            with monkeypatch.context() as patch:
+                if number == 2:
+                    patch.setattr("ebbtide.run.straight.Straight._fits", lambda *_: False)
+                engine.backward(engine(**batch).loss)
+            assert (engine._session.ledger.tags["device"]["grad"] > 0) == (number == 2)
+            engine.step()
+            engine.check_integrity()
+        assert engine.weights_sha256() == harness.expected("gpt2", "none", STEPS)[0]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("layout", ["chunk", "page"])
+def test_gradients_laid_otherwise_go_straight_too(layout: str) -> None:
+    """A sparse one is made dense, not laid like its parameter."""
     shas: list[str] = []
     for placement in ("host", "auto"):
-        config: dict[str, Any] = harness.config_of(placement=placement, layout="page")
-        config["device"]["memory"] = "64MiB"
+        config = harness.config_of(placement=placement, layout=layout, **ROOMY)
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Embedding(64, 96, sparse=True), torch.nn.Linear(96, 32))
         module[0].weight = torch.nn.Parameter(torch.randn(96, 64).t())
@@ -69,6 +94,8 @@ def test_gradients_laid_otherwise_take_the_longer_way() -> None:
             for step in range(STEPS):
                 ids = torch.arange(8) + step
                 engine.backward(engine(ids).float().square().mean())
+                on_device = engine._session.ledger.tags["device"]["grad"]
+                assert (on_device == 0) == (placement == "host")
                 engine.step()
             assert module[0].weight.stride() == (1, 64)
             shas.append(engine.weights_sha256())

@@ -156,7 +156,6 @@ class Books:
     def spill(self, item: int, chunk: int, place: int) -> None:
         count = self.sizes[item]
         waits = [self.compute, self.main, self.down.get(chunk, -1)]
-        seconds = 0.0 if self.job.straight else self.rates.move(count)
-        task = self.task(TO_HOST, seconds, waits, place, count)
+        task = self.task(TO_HOST, self.rates.move(count), waits, place, count)
         self.down[chunk] = task
         self.give(item, task)

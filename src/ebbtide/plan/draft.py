@@ -15,7 +15,15 @@ from ebbtide.plan.residency import Residency, Timeline, Use, replay
 from ebbtide.plan.schedule import Trigger, advance, on_demand
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE_GRAD, ModelShape, Settings, may_leave
 from ebbtide.plan.stage import stored_bytes
-from ebbtide.plan.uses import gradients_waiting, last_arrivals, least_room, levels_of, uses_of
+from ebbtide.plan.uses import (
+    gradient_passes,
+    gradients_waiting,
+    last_arrivals,
+    least_room,
+    levels_of,
+    straight_bytes,
+    uses_of,
+)
 from ebbtide.record import Record
 
 
@@ -208,7 +216,8 @@ def draft(
     staying = frozenset(item for item, (kind, _) in enumerate(shape.items) if kind not in leaving)
     line = Timeline(rooms, shape.sizes, tuple(uses), shape.sources, staying)
     residency = replay(line, settings.eviction)
-    host = _with_evicted(shape, settings, device, host, residency)
+    host = _with_evicted(shape, record, settings, device, host, residency)
+    residency.to_host += sum(straight_bytes(shape, record, settings, device).values())
     if pinned:
         trained = [i for i, count in enumerate(shape.state_bytes) if count]
         residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
@@ -222,7 +231,12 @@ def draft(
 
 
 def _with_evicted(
-    shape: ModelShape, settings: Settings, device: frozenset[int], host: HostSide, residency: Residency
+    shape: ModelShape,
+    record: Record,
+    settings: Settings,
+    device: frozenset[int],
+    host: HostSide,
+    residency: Residency,
 ) -> HostSide:
     """What leaves the device for want of room is on the host (or SSD) beside what lives there, and keeps its place."""
     if settings.ssd_beside_device:
@@ -240,7 +254,8 @@ def _with_evicted(
     if settings.in_backward and not settings.take_over:
         # Of the two that wait for their updates, one may be among these.
         waiting = largest_on_host(shape, range(shape.chunks), shape.gradient_bytes)
-        extra += max(0, _incomplete(shape, residency) - waiting)
+        events = _early(shape, record, device) if settings.straight else _returning(shape, residency)
+        extra += max(0, _incomplete(shape, events) - waiting)
     if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
         host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
     needed = host.host_bytes + extra
@@ -251,9 +266,23 @@ def _with_evicted(
     return replace(host, host_bytes=needed)
 
 
-def _incomplete(shape: ModelShape, residency: Residency) -> int:
-    """Bytes of gradients that leave before the last of their chunk has come, and come back for it, at their most."""
-    events: list[tuple[int, bool, int]] = []
+_Events = list[tuple[int, bool, int]]
+"""(moment, whether they are no longer kept for others, chunk) of gradients on the host."""
+
+
+def _incomplete(shape: ModelShape, events: _Events) -> int:
+    """Bytes of gradients that are on the host before the last of their chunk has come, at their most."""
+    copies = Paged(shape, shape.gradient_bytes)
+    held = most = 0
+    for _, over, chunk in sorted(events):
+        held += -copies.take(chunk) if over else copies.put(chunk)
+        most = max(most, held)
+    return most
+
+
+def _returning(shape: ModelShape, residency: Residency) -> _Events:
+    """They leave the device, and come back for the last."""
+    events: _Events = []
     returning: set[int] = set()
     for move in reversed(residency.moves):
         kind, chunk = shape.items[move.item]
@@ -263,12 +292,16 @@ def _incomplete(shape: ModelShape, residency: Residency) -> int:
         elif kind == GRAD and chunk in returning:
             returning.discard(chunk)
             events.append((move.earliest, False, chunk))
-    copies = Paged(shape, shape.gradient_bytes)
-    held = most = 0
-    for _, back, chunk in sorted(events):
-        held += -copies.take(chunk) if back else copies.put(chunk)
-        most = max(most, held)
-    return most
+    return events
+
+
+def _early(shape: ModelShape, record: Record, device: frozenset[int]) -> _Events:
+    """They go straight there, and wait."""
+    events: _Events = []
+    for chunk, passes in gradient_passes(record, shape.parameter_chunk).items():
+        if chunk not in device and shape.gradient_bytes[chunk]:
+            events += [(passes[0][0], False, chunk), (passes[-1][-1], True, chunk)]
+    return events
 
 
 def _at_least(shape: ModelShape, record: Record, device: frozenset[int]) -> int:

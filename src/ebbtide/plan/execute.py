@@ -18,7 +18,7 @@ from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.stage import SLOTS
-from ebbtide.plan.uses import last_arrivals, uses_of
+from ebbtide.plan.uses import last_arrivals, straight_bytes, uses_of
 
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
@@ -82,6 +82,8 @@ class _Walk(Books):
         """By moment, the chunks whose last gradient arrives."""
         for chunk, place in self._last_arrivals().items():
             self.finishing.setdefault(place, []).append(chunk)
+        self.straight = straight_bytes(self.shape, record, job.settings, device)
+        """By chunk, bytes that are on the host when the last gradient has been taken."""
         self.updated = sorted(chunk for chunks in self.finishing.values() for chunk in chunks)
         self.barrier = -1
         """The end of backward."""
@@ -260,6 +262,8 @@ class _Walk(Books):
             seconds = self.rates.gather(count, self.rates.ranks)
             self.down[chunk] = self.task(WIRE, seconds, [self.compute], place, count)
             self.reduced.append(self.down[chunk])
+        if chunk in self.straight:
+            self.down[chunk] = self.task(TO_HOST, 0.0, [self.compute], place, self.straight[chunk])
         if self.job.settings.in_backward:
             self._update(chunk, place)
 

@@ -165,7 +165,6 @@ def job_of(question: Question, setup: Setup, plan: Plan) -> Job:
         question.ask.config.clip is not None,
         question.ask.config.max_staleness,
         question.ask.ranks if setup.in_slices else 1,
-        setup.straight and question.offload == OFF,
     )
 
 

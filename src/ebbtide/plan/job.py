@@ -36,5 +36,3 @@ class Job:
     max_staleness: int = 1
     rounds: int = 1
     """In which ranks exchange the gradients of a chunk."""
-    straight: bool = False
-    """What copies a gradient as it arrives takes it to the host, where its update is there."""

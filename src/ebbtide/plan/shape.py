@@ -98,6 +98,15 @@ class Settings:
     exchanges between ranks and other engines have a part."""
     sharers: int = 1
     """Processes of a machine among which host and SSD are divided; users set them for all."""
+    one_memory: bool = False
+    """Device and host are both RAM, of one process that trains alone."""
+
+    @property
+    def straight(self) -> bool:
+        """Gradients whose update is on the host go there as they arrive: where the same threads would make both copies,
+        the one into a chunk on the device is one too many. Not where the host overflows to SSD: parameters would have
+        to leave it for gradients that are early."""
+        return self.one_memory and not (self.ssd or self.lock_free or self.take_over)
 
     @property
     def alone(self) -> bool:

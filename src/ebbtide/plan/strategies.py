@@ -83,8 +83,6 @@ class Setup:
     """Bytes of the device that are kept for what ranks send each other of a chunk's gradients."""
     in_slices: bool = False
     """They exchange a slice at a time."""
-    straight: bool = False
-    """Gradients are copied to the host as they arrive, where their update is there and no activations leave."""
 
     def exchanging(self, count: int) -> Setup:
         """`count` bytes of the device are kept for exchanges between ranks."""
@@ -171,7 +169,10 @@ def ebbtide(ask: Ask) -> Setup:
         and ask.ranks == 1  # gradients that ranks share are reduced to a space of their own
     )
     settings = ask.settings(
-        take_over=take_over, waiting_width=config.waiting_width, max_staleness=config.max_staleness
+        take_over=take_over,
+        waiting_width=config.waiting_width,
+        max_staleness=config.max_staleness,
+        one_memory=ask.machine.device.kind == "cpu" and ask.ranks == 1,
     )
     one_tier = ask.machine.device.kind == "cpu" and settings.alone
     setup = _setup(
@@ -183,8 +184,6 @@ def ebbtide(ask: Ask) -> Setup:
         blocking=not config.prefetch,
         lock_free=config.updates == "lock-free",
     )
-    one_memory = ask.machine.device.kind == "cpu" and not settings.ssd and ask.ranks == 1
-    setup = replace(setup, straight=one_memory and not take_over and not setup.lock_free)
     return setup.exchanging(max(setup.shape.whole_bytes, default=0))
 
 

@@ -51,6 +51,35 @@ def gradients_waiting(
     return [count // LEFT_FOR_FORWARD for count in accumulate(arrived)]
 
 
+def gradient_passes(record: Record, parameter_chunk: Sequence[int]) -> dict[int, list[list[int]]]:
+    """By chunk, the moments at which its gradients arrive in a micro-batch, a list for each backward."""
+    once: dict[int, list[int]] = {}
+    for arrival in record.arrivals:
+        once.setdefault(parameter_chunk[arrival.parameter], []).append(arrival.moment)
+    return {chunk: _by_turn(record, moments) for chunk, moments in once.items()}
+
+
+def _by_turn(record: Record, moments: list[int]) -> list[list[int]]:
+    """In order, those of each backward that has some."""
+    found: dict[int, list[int]] = {}
+    for moment in sorted(moments):
+        found.setdefault(bisect_right(record.turns, moment), []).append(moment)
+    return list(found.values())
+
+
+def straight_bytes(shape: ModelShape, record: Record, settings: Settings, device: Set[int]) -> dict[int, int]:
+    """By chunk that the host updates: bytes of gradients that go there as they arrive, in an iteration. Each backward
+    adds its own to what is there."""
+    if not settings.straight:
+        return {}
+    passes = gradient_passes(record, shape.parameter_chunk)
+    return {
+        chunk: settings.accumulate * len(found) * shape.gradient_bytes[chunk]
+        for chunk, found in passes.items()
+        if chunk not in device and shape.gradient_bytes[chunk]
+    }
+
+
 def least_room(levels: Sequence[int], sizes: Sequence[int], uses: Sequence[Use]) -> int:
     """The smallest budget in which every moment has what it uses."""
     change = [0] * (len(levels) + 1)
@@ -108,23 +137,12 @@ class _Builder:
 
     def _arrivals(self) -> dict[int, list[list[int]]]:
         """By chunk, the moments at which gradients arrive, a list for each backward."""
-        once: dict[int, list[int]] = {}
-        for arrival in self.record.arrivals:
-            once.setdefault(self.shape.parameter_chunk[arrival.parameter], []).append(arrival.moment)
         bases = [micro * self.length for micro in range(self.settings.accumulate)]
+        once = gradient_passes(self.record, self.shape.parameter_chunk)
         return {
-            chunk: [
-                [base + moment for moment in moments] for base in bases for moments in self._by_turn(found)
-            ]
+            chunk: [[base + moment for moment in moments] for base in bases for moments in found]
             for chunk, found in once.items()
         }
-
-    def _by_turn(self, moments: list[int]) -> list[list[int]]:
-        """In order, those of each backward that has some."""
-        found: dict[int, list[int]] = {}
-        for moment in sorted(moments):
-            found.setdefault(bisect_right(self.record.turns, moment), []).append(moment)
-        return list(found.values())
 
     def _gradient_uses(self, chunk: int, passes: list[list[int]]) -> None:
         """Gradients of a chunk that is shared arrive whole and are reduced to the rank's slice when the last has."""
@@ -142,6 +160,8 @@ class _Builder:
     def _slice_uses(self, chunk: int, moments: list[int], created: bool = False) -> None:
         at_home = chunk in self.updated
         own_space = not self.settings.take_over
+        if self.settings.straight and not at_home:
+            return
         if self.settings.in_backward and chunk in self.device:
             for j in moments:
                 self._use(Use(chunk, j, j, writes=True))

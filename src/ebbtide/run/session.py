@@ -114,8 +114,6 @@ class Session:
         self.updates.kept.where_planned = (
             as_they_are and self.updates.in_backward and self.store.near == "device"
         )
-        straight = backend.one_memory and ranks is None and disk is None and config.updates != "lock-free"
-        self.updates.straight.possible = straight and config.offload_activations == OFF
         self.room.peers = peers
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
@@ -207,6 +205,7 @@ class Session:
         settings = settings_of(config, self.room, self.sharing is not None or staged)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = Traces(shape, settings, cost, config.offload_activations)
+        self.updates.straight.possible = settings.straight
         self.homes = Homes(self.updates, self.executor, self.streaming, settings, config.warmup_share)
         if config.offload_activations != OFF:
             made = Activations(self.store, config.offload_activations, self.executor.lock)

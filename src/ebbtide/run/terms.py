@@ -56,6 +56,7 @@ def settings_of(config: Config, room: Room, shared: bool) -> Settings:
             for tier, count in ledger.budgets.items()
         },
         sharers=ledger.sharers,
+        one_memory=data.store.backend.one_memory and not shared,
     )
 
 
@@ -80,7 +81,6 @@ def cost_of(
             blocking=not settings.prefetch,
             lock_free=settings.lock_free,
             max_staleness=config.max_staleness,
-            straight=updates.straight.possible and not settings.take_over,
         )
     )
 

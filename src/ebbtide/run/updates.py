@@ -72,7 +72,7 @@ class Updates:
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
-        self.straight = Straight(self.store, kernels, self.homes)
+        self.straight = Straight(self.store, executor.room, kernels, self.homes)
         self.steps = self.chunks.steps
         self.taken = TakenSpace(data, kernels, self.homes, executor.places)
         self.state_chunks = self.chunks.state_chunks
@@ -138,7 +138,7 @@ class Updates:
         chunk = self._gradient_chunk(member)
         if chunk.work is not None:
             chunk.work.settle()  # the last step's gradients are being added to those that wait for an update
-        straight = self.straight.leads(chunk, place, gradient)
+        straight = self.straight.leads(chunk)
         tier, add = "host" if straight else "device", self.arrived[member] > 0
         if chunk.free:
             self.executor.room.make_for(chunk, tier)
