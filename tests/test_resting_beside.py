@@ -221,7 +221,7 @@ def test_an_interrupt_after_autograd_adds_nothing_twice(monkeypatch: pytest.Monk
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 loss = engine(batch(number + 1))
                 assert engine._session.resting.now
-                patch.setattr(engine._session.updates, "take_in", interrupted)
+                patch.setattr(engine._session.resting._untold, "take_in", interrupted)
                 engine.backward(loss)
             assert engine._session.micro == 0
             engine.backward(engine(batch(number)))

@@ -17,12 +17,14 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.draft import Plan
 from ebbtide.record import FORWARD
 from ebbtide.run.traces import Known
+from ebbtide.run.untold import Untold
 from ebbtide.run.updates import Updates
 
 
 class Resting:
     def __init__(self, interceptor: Interceptor, updates: Updates, ledger: Ledger, possible: bool) -> None:
         self._interceptor, self._updates, self._ledger = interceptor, updates, ledger
+        self._untold = Untold(updates)
         self._possible = possible
         self._known: Known | None = None
         self._plan: Plan | None = None
@@ -64,7 +66,7 @@ class Resting:
         self._look_around()
         try:
             self._interceptor.deaf = True
-            self._updates.hand_out()
+            self._untold.hand_out()
             yield
         finally:
             self._interceptor.deaf = False
@@ -81,7 +83,7 @@ class Resting:
     def _take_in(self, plan: Plan) -> None:
         assert self._before is not None
         self._ledger.set_level("device", plan.levels[self._offset + len(plan.record.moments) - 1])
-        self._arrived |= self._updates.take_in()
+        self._arrived |= self._untold.take_in()
         self._captured = self._updates.captured
         self._ledger.look_back("device", self._before + self._highest(plan, self._arrived & self._had_none))
 

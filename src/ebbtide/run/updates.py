@@ -67,8 +67,6 @@ class Updates:
         self.companions: Companions | None = None
         """Those that have other parts of the model, or other stages."""
         self._whole: dict[int, float] | None = None
-        self._handed_out: dict[int, tuple[torch.Tensor, int]] = {}
-        """By parameter: what autograd adds to, and its version before."""
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
@@ -173,48 +171,6 @@ class Updates:
         found = self.kernels["device"].look([dense(self.kept[m]) for m in unseen], self.norm_wanted)
         for member, square in zip(unseen, found, strict=True):
             self.squares[member] = square
-
-    # -- gradients that nobody was told of ------------------------------------------------------------
-
-    def hand_out(self) -> None:
-        """Before a backward pass of which nobody is told: autograd itself adds to what is kept, or to what the user has
-        put there."""
-        self._handed_out = {}
-        self.captured += 1
-        for member, parameter in enumerate(self.data.parameters):
-            held = parameter.grad
-            if held is None and member in self.kept and not self.kept[member].is_inference():
-                held = parameter.grad = self.kept[member]
-            if held is not None:
-                self._handed_out[member] = held, _version(held)
-
-    def take_in(self) -> set[int]:
-        """After it: what has arrived, all in one go; of which parameters."""
-        handed, self._handed_out = self._handed_out, {}
-        came = {m for m in range(len(self.arrived)) if self._came(m, *handed.get(m, (None, 0)))}
-        self.captured -= 1
-        return came
-
-    def _came(self, member: int, held: torch.Tensor | None, version: int) -> bool:
-        """Takes the gradient in that has arrived, if one has. `held`: what autograd was given to add to."""
-        parameter = self.data.parameters[member]
-        gradient = parameter.grad
-        ours = held is not None and member in self.kept and held is self.kept[member]
-        in_place = gradient is held
-        if in_place and ours:
-            parameter.grad = None
-        if gradient is None or (in_place and _version(gradient) == version):
-            return False
-        if in_place and ours:
-            self.captured += 1
-            self.arrived[member] += 1
-            self.squares[member] = None
-            return True
-        if ours:  # added out of place: it is the sum
-            self.kept.drop(member)
-            self.arrived[member] = 0
-        self.capture(member)
-        return ours or self.steps.group_of[member] >= 0
 
     def gradient_bytes(self, member: int) -> int:
         place = self.data.places[member]
@@ -396,10 +352,6 @@ class Updates:
         """In-backward an update cannot be taken back, so a bad gradient stops it before it is applied."""
         if self.stop_nonfinite and not math.isfinite(float(self.squares[member])):
             raise NonFiniteError(refused(self.data.names[member]))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def refused(name: str) -> str:
