@@ -7,6 +7,7 @@ element offset in each. Nothing here knows how many processes there are: chunks 
 
 from ebbtide.layout.build import build_layout, main_dtype, unit_elements
 from ebbtide.layout.experts import Bank, build_spread_layout, expert_sets, odd_bank
+from ebbtide.layout.groups import grouped, joined
 from ebbtide.layout.search import Candidate, Search, search_chunk_size, search_uniform
 from ebbtide.layout.slices import ALONE, Share, Slicing
 from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Fragment, Layout, Span, TensorSpec
@@ -28,6 +29,8 @@ __all__ = [
     "build_layout",
     "build_spread_layout",
     "expert_sets",
+    "grouped",
+    "joined",
     "main_dtype",
     "odd_bank",
     "search_chunk_size",

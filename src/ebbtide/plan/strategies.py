@@ -18,7 +18,7 @@ are made ahead, where updates run. Others' are taken from their papers, not fitt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ebbtide.config import Config
@@ -26,12 +26,12 @@ from ebbtide.errors import BudgetError, ConfigError
 from ebbtide.layout import (
     ALIGNMENT,
     ITEMSIZE,
-    Chunk,
     Layout,
     Slicing,
-    Span,
     TensorSpec,
     build_layout,
+    grouped,
+    joined,
     main_dtype,
     search_uniform,
     unit_elements,
@@ -194,7 +194,7 @@ def patrickstar(ask: Ask) -> Setup:
     largest = max(round_up(spec.numel, ALIGNMENT) for spec in inner)
     most = warm_up // ask.ranks // ITEMSIZE[main_dtype(specs)] // ALIGNMENT * ALIGNMENT
     size = search_uniform(inner, largest, most)
-    layout = _grouped(build_layout(specs, "chunk", size), ask.ranks)
+    layout = grouped(build_layout(specs, "chunk", size), ask.ranks)
     settings = ask.settings(
         placement="auto",
         eviction="farthest-next-use",
@@ -355,59 +355,4 @@ def _layout(model: Model, cut: str, size: int | None) -> Layout:
         [tensor for tensor, expert in zip(model.tensors, model.expert, strict=True) if expert == wanted]
         for wanted in (False, True)
     ]
-    return _joined([build_layout(group, cut, size) for group in groups if group])
-
-
-def _joined(layouts: Sequence[Layout]) -> Layout:
-    chunks: list[Chunk] = []
-    spans: dict[str, Span] = {}
-    ends: dict[str, int] = {}
-    for layout in layouts:
-        first = len(chunks)
-        for chunk in layout.chunks:
-            start = ends.get(chunk.dtype, 0) + chunk.start
-            chunks.append(replace(chunk, index=first + chunk.index, start=start))
-        for dtype, end in layout.ends.items():
-            ends[dtype] = ends.get(dtype, 0) + end
-        spans |= {name: replace(span, chunk=first + span.chunk) for name, span in layout.spans.items()}
-    return Layout(layouts[0].cut, layouts[0].unit, tuple(chunks), spans)
-
-
-def _grouped(layout: Layout, ranks: int) -> Layout:
-    """As many neighbouring chunks as there are ranks make a communication group, which is gathered as one. A tensor
-    that is larger than a chunk (an embedding) is a group by itself."""
-    if ranks == 1:
-        return layout
-    group_of: dict[int, tuple[int, int]] = {}
-    made: list[Chunk] = []
-    members: list[int] = []
-
-    def close() -> None:
-        for place, index in enumerate(members):
-            group_of[index] = (len(made), place * layout.unit)
-        if members:
-            size = layout.unit * ranks
-            made.append(replace(layout.chunks[members[0]], index=len(made), size=size, used=size))
-            members.clear()
-
-    for chunk in layout.chunks:
-        if chunk.size > layout.unit:
-            continue
-        members.append(chunk.index)
-        if len(members) == ranks:
-            close()
-    close()
-    for chunk in layout.chunks:
-        if chunk.size > layout.unit:
-            group_of[chunk.index] = (len(made), 0)
-            size = Slicing(ranks).whole(chunk.size)
-            made.append(replace(chunk, index=len(made), size=size))
-    start = 0
-    for place, chunk in enumerate(made):
-        made[place] = replace(chunk, start=start)
-        start += chunk.size
-    spans = {
-        name: replace(span, chunk=group_of[span.chunk][0], offset=group_of[span.chunk][1] + span.offset)
-        for name, span in layout.spans.items()
-    }
-    return Layout(layout.cut, layout.unit, tuple(made), spans)
+    return joined([build_layout(group, cut, size) for group in groups if group])
