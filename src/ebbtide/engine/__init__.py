@@ -1,7 +1,8 @@
 """What a user holds: forward, backward, step, the module's values by name, and checkpoints."""
 
 from ebbtide.engine.process import tune_memory
-from ebbtide.engine.training import Engine, StepResult, initialize
+from ebbtide.engine.stepping import StepResult
+from ebbtide.engine.training import Engine, initialize
 from ebbtide.run.tiers import Tiers, open_tiers
 
 __all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers", "tune_memory"]

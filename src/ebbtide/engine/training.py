@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_iter
 from ebbtide.config import Config
 from ebbtide.engine.by_name import ByName
 from ebbtide.engine.saved import Saved
+from ebbtide.engine.stepping import Stepping
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
@@ -36,22 +36,11 @@ from ebbtide.run.setup import (
     warn_of_slow_products,
 )
 from ebbtide.run.tiers import Tiers, shared_tiers
-from ebbtide.run.wishes import LOSS, STEP
+from ebbtide.run.wishes import LOSS
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start
 from ebbtide.state.weights import WeightFiles
-
-
-@dataclass(frozen=True)
-class StepResult:
-    updated: bool
-    """False while gradients accumulate, and where the step was skipped."""
-    skipped: bool = False
-    """The gradients were not finite, and the config says to go on."""
-    grad_norm: float | None = None
-    """Global norm of the mean gradient, before clipping; only with clipping or loss scaling."""
-    loss_scale: float = 1.0
 
 
 def initialize(
@@ -84,7 +73,7 @@ def _refuse(module: nn.Module, config: Config) -> None:
         raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
 
 
-class Engine(ByName, Saved):
+class Engine(ByName, Saved, Stepping):
     def __init__(
         self,
         module: nn.Module,
@@ -297,109 +286,7 @@ class Engine(ByName, Saved):
         self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
         self._session.updates.regroup(self.optimizer.param_groups)
 
-    def step(self) -> StepResult:
-        """Updates the weights, on every `accumulate`-th call."""
-        self._check()
-        self._saver.look()
-        session = self._session
-        if session.micro == 0:
-            raise StateError(
-                "engine.step() without a backward pass before it: call engine.backward(loss) first, in place of "
-                "loss.backward()"
-            )
-        if session.micro < self.config.accumulate:
-            return StepResult(False, loss_scale=self.loss_scale)
-        losses, self._losses = self._losses, []
-        session.meet(STEP, self.steps)
-        session.average_unmanaged()
-        if self.config.updates == "in-backward":
-            self._refuse_nonfinite_outside()
-            self._step_optimizer()
-            return StepResult(True, loss_scale=self.loss_scale)
-        updates = session.updates
-        bad = self._nonfinite(losses)
-        if bad and (self._scaler is not None or self.config.nonfinite == "continue"):
-            session.drop_gradients()
-            session.unmanaged.discard()
-            if self._scaler is not None:
-                self._scaler.update(True)
-            return StepResult(False, True, loss_scale=self.loss_scale)
-        if bad:
-            session.drop_gradients()
-            session.unmanaged.discard()
-            raise NonFiniteError(
-                f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
-                'gradients, or set nonfinite = "continue" to skip such steps'
-            )
-        unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
-        norm: float | None = None
-        factor = unscale
-        if self.config.clip is not None or self._scaler is not None:
-            total = updates.square_sum()
-            for name in sorted(squares := session.unmanaged.squares()):
-                total += squares[name]
-            if self._companions is not None:
-                total = self._companions.total(total)
-            norm = math.sqrt(total) * unscale
-        if self.config.clip is not None and norm is not None:
-            factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
-        self._factor = factor
-        self._step_optimizer()
-        if self._scaler is not None:
-            self._scaler.update(False)
-        return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
-
-    def _refuse_nonfinite_outside(self) -> None:
-        """With updates in backward, what is in chunks has been looked at, and updated."""
-        names = self._session.unmanaged.nonfinite()
-        if names:
-            self._session.drop_gradients()
-            self._session.unmanaged.discard()
-            self._broken = "a gradient outside the chunks was not finite, when those within were updated"
-            raise NonFiniteError(
-                f"step {self.steps + 1}: the gradient of {names[0]} is not finite; parameters in chunks have had this "
-                "step's update. Go on from a checkpoint with a lower learning rate"
-            )
-
-    def _nonfinite(self, losses: list[torch.Tensor]) -> str:
-        """Why the step cannot be taken, the same on all processes that train the model."""
-        said = (lambda text: text) if self._companions is None else self._companions.said
-        bad = [loss for loss in self._session.of_all_ranks(losses) if not math.isfinite(loss)]
-        if found := said(f"the loss is {bad[0]}" if bad else ""):
-            return found
-        names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
-        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        return said(f"the gradient of {names[0]}{more} is not finite" if names else "")
-
-    def _step_optimizer(self) -> None:
-        """Through `optimizer.step`, for schedulers count its calls."""
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        except BaseException:
-            self._broken = "an exception inside the update left some parameters updated and others not"
-            raise
-        finally:
-            self._stepping = False
-
-    def _update(self) -> None:
-        """What `optimizer.step()` does; called by the user it is `engine.step()`."""
-        if not self._stepping:
-            self.step()
-            return
-        session = self._session
-        if session.micro == 0:
-            raise StateError(
-                "optimizer.step() without gradients: call engine.backward(loss), then engine.step()"
-            )
-        if self.config.updates == "in-backward":
-            session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
-            session.drop_gradients()
-        else:
-            session.updates.regroup(self.optimizer.param_groups)
-            session.apply(self._factor)
-            session.unmanaged.apply(self.optimizer.param_groups, self._factor)
-        self.steps += 1
+    # -- beside the passes ----------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
@@ -411,10 +298,6 @@ class Engine(ByName, Saved):
     def device(self) -> torch.device:
         """Where the module computes: batches belong there."""
         return self._tiers.backend.device
-
-    @property
-    def loss_scale(self) -> float:
-        return self._scaler.scale if self._scaler is not None else 1.0
 
     # -- facts ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,143 @@
+"""The step: whether the gradients can be applied, scaled by what, and what became of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ebbtide.engine.held import Held
+from ebbtide.errors import NonFiniteError, StateError
+from ebbtide.run.scaler import LossScaler
+from ebbtide.run.wishes import STEP
+from ebbtide.state.saving import Saver
+
+
+@dataclass(frozen=True)
+class StepResult:
+    updated: bool
+    """False while gradients accumulate, and where the step was skipped."""
+    skipped: bool = False
+    """The gradients were not finite, and the config says to go on."""
+    grad_norm: float | None = None
+    """Global norm of the mean gradient, before clipping; only with clipping or loss scaling."""
+    loss_scale: float = 1.0
+
+
+class Stepping(Held):
+    optimizer: torch.optim.Optimizer
+    _scaler: LossScaler | None
+    _saver: Saver
+    _stepping: bool
+    """Whether it is the engine that calls the optimizer."""
+    _factor: float
+    """What gradients are multiplied with."""
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    def step(self) -> StepResult:
+        """Updates the weights, on every `accumulate`-th call."""
+        self._check()
+        self._saver.look()
+        session = self._session
+        if session.micro == 0:
+            raise StateError(
+                "engine.step() without a backward pass before it: call engine.backward(loss) first, in place of "
+                "loss.backward()"
+            )
+        if session.micro < self.config.accumulate:
+            return StepResult(False, loss_scale=self.loss_scale)
+        losses, self._losses = self._losses, []
+        session.meet(STEP, self.steps)
+        session.average_unmanaged()
+        if self.config.updates == "in-backward":
+            self._refuse_nonfinite_outside()
+            self._step_optimizer()
+            return StepResult(True, loss_scale=self.loss_scale)
+        updates = session.updates
+        bad = self._nonfinite(losses)
+        if bad and (self._scaler is not None or self.config.nonfinite == "continue"):
+            session.drop_gradients()
+            session.unmanaged.discard()
+            if self._scaler is not None:
+                self._scaler.update(True)
+            return StepResult(False, True, loss_scale=self.loss_scale)
+        if bad:
+            session.drop_gradients()
+            session.unmanaged.discard()
+            raise NonFiniteError(
+                f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
+                'gradients, or set nonfinite = "continue" to skip such steps'
+            )
+        unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
+        norm: float | None = None
+        factor = unscale
+        if self.config.clip is not None or self._scaler is not None:
+            total = updates.square_sum()
+            for name in sorted(squares := session.unmanaged.squares()):
+                total += squares[name]
+            if self._companions is not None:
+                total = self._companions.total(total)
+            norm = math.sqrt(total) * unscale
+        if self.config.clip is not None and norm is not None:
+            factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
+        self._factor = factor
+        self._step_optimizer()
+        if self._scaler is not None:
+            self._scaler.update(False)
+        return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+
+    def _refuse_nonfinite_outside(self) -> None:
+        """With updates in backward, what is in chunks has been looked at, and updated."""
+        names = self._session.unmanaged.nonfinite()
+        if names:
+            self._session.drop_gradients()
+            self._session.unmanaged.discard()
+            self._broken = "a gradient outside the chunks was not finite, when those within were updated"
+            raise NonFiniteError(
+                f"step {self.steps + 1}: the gradient of {names[0]} is not finite; parameters in chunks have had this "
+                "step's update. Go on from a checkpoint with a lower learning rate"
+            )
+
+    def _nonfinite(self, losses: list[torch.Tensor]) -> str:
+        """Why the step cannot be taken, the same on all processes that train the model."""
+        said = (lambda text: text) if self._companions is None else self._companions.said
+        bad = [loss for loss in self._session.of_all_ranks(losses) if not math.isfinite(loss)]
+        if found := said(f"the loss is {bad[0]}" if bad else ""):
+            return found
+        names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        return said(f"the gradient of {names[0]}{more} is not finite" if names else "")
+
+    def _step_optimizer(self) -> None:
+        """Through `optimizer.step`, for schedulers count its calls."""
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        except BaseException:
+            self._broken = "an exception inside the update left some parameters updated and others not"
+            raise
+        finally:
+            self._stepping = False
+
+    def _update(self) -> None:
+        """What `optimizer.step()` does; called by the user it is `engine.step()`."""
+        if not self._stepping:
+            self.step()
+            return
+        session = self._session
+        if session.micro == 0:
+            raise StateError(
+                "optimizer.step() without gradients: call engine.backward(loss), then engine.step()"
+            )
+        if self.config.updates == "in-backward":
+            session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
+            session.drop_gradients()
+        else:
+            session.updates.regroup(self.optimizer.param_groups)
+            session.apply(self._factor)
+            session.unmanaged.apply(self.optimizer.param_groups, self._factor)
+        self.steps += 1
