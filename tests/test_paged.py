@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,14 +82,25 @@ def test_a_page_that_goes_with_a_neighbour_is_made_room_for() -> None:
         engine.close()
 
 
-def test_gradients_that_wait_for_others_of_their_chunk_have_room_on_the_host() -> None:
-    """On the smallest device they leave it until those come: the plan refuses a host that is too small for that."""
-    config = config_of(layout="page", chunk_size="8KiB", placement="host", updates="in-backward", clip=None)
+@pytest.mark.parametrize(
+    ("layout", "size", "width", "device", "hosts", "placement"),
+    [
+        ("page", "8KiB", 96, 258_058, (4_310_000, 4_700_000), "host"),
+        ("chunk", "16KiB", 48, 119_240, (1_660_000, 1_780_000), "host"),
+        ("chunk", "16KiB", 48, 3_000_000, (1_570_000, 1_780_000), "static"),
+    ],
+)
+def test_gradients_that_wait_for_others_of_their_chunk_have_room_on_the_host(
+    layout: str, size: str, width: int, device: int, hosts: tuple[int, int], placement: str
+) -> None:
+    """Of the smallest hosts the plan refuses those that are too small for that. Where one of a chunk never comes, as in
+    the smaller model, the others wait to the end of backward. Where parameters are static they have copies there."""
+    config = config_of(layout=layout, chunk_size=size, placement=placement, updates="in-backward", clip=None)
     trained = refused = 0
-    for host in range(4_310_000, 4_700_000, 30_000):
-        budgets = {"device": {"kind": "cpu", "memory": 258_058}, "host": {"memory": host}}
+    for host in range(*hosts, 15_000):
+        budgets = {"device": {"kind": "cpu", "memory": device}, "host": {"memory": host}}
         torch.manual_seed(0)
-        engine = ebbtide.initialize(zoo.Blocks(5, 96), config | budgets)
+        engine = ebbtide.initialize(zoo.Blocks(5, width, unused=width == 48), config | budgets)
         try:
             for step in range(3):
                 ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(step))

@@ -10,8 +10,10 @@ import torch
 import ebbtide
 import harness
 import zoo
+from ebbtide.errors import BudgetError
 
 STEPS = 4
+TOO_SMALL = 600_000
 ROOMY: dict[str, Any] = {"device": {"memory": "64MiB"}}
 
 
@@ -53,10 +55,24 @@ def test_gradients_are_copied_once(layout: str, accumulate: int, offload: str) -
         assert moved == [accumulate * sum(2 * p.numel() for p in engine.module.parameters())] * STEPS
         plan = engine._session.course.plan
         assert plan is not None and not engine.stats()["diverged"]
-        assert plan.residency.to_host == accumulate * sum(engine._session.shape.gradient_bytes)
+        assert plan.residency.to_host == moved[-1]
         sha, _ = harness.expected("gpt2", "none", STEPS, accumulate=accumulate)
         assert engine.weights_sha256() == sha
         engine.check_integrity()
+    finally:
+        engine.close()
+
+
+def test_of_chunks_that_are_partly_frozen_what_arrives_is_counted() -> None:
+    model = zoo.build("gpt2")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "ln_" in name or "wpe" in name
+    engine = ebbtide.initialize(model, harness.config_of(placement="host", accumulate=2, **ROOMY))
+    try:
+        moved = _train(engine, [], 2)
+        plan = engine._session.course.plan
+        trained = sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
+        assert plan is not None and plan.residency.to_host == moved[-1] == 2 * trained
     finally:
         engine.close()
 
@@ -100,6 +116,53 @@ def test_gradients_laid_otherwise_go_straight_too(layout: str) -> None:
             assert module[0].weight.stride() == (1, 64)
             shas.append(engine.weights_sha256())
             engine.check_integrity()
+        finally:
+            engine.close()
+    assert shas[0] == shas[1]
+
+
+class Transposed(torch.nn.Module):
+    """Its embedding's gradient comes laid otherwise than the weight, and is most of what the device has to hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(2048, 64)
+        self.embedding.weight = torch.nn.Parameter(torch.randn(64, 2048).t())
+        self.head = torch.nn.Linear(64, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.relu(self.embedding(ids))).flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits, ids.flatten() % 16)
+
+
+@pytest.mark.parametrize("layout", ["chunk", "page"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_copy_of_them_is_made_beside_the_budget(layout: str, accumulate: int) -> None:
+    config = harness.config_of(
+        precision="fp32", layout=layout, placement="host", accumulate=accumulate, clip=None
+    )
+    budget = 64 << 20
+    shas: list[str] = []
+    while len(shas) < 2:
+        torch.manual_seed(0)
+        engine = ebbtide.initialize(Transposed(), harness.with_budget(config, budget))
+        try:
+            with harness.Count(engine) as count:
+                for number in range(3 * accumulate):
+                    ids = torch.arange(8)[None] + 8 * number
+                    count.given({"ids": ids})
+                    try:
+                        loss = engine(ids)
+                    except BudgetError as error:
+                        assert number == 0 and budget == TOO_SMALL
+                        budget += error.short
+                        break
+                    engine.backward(loss)
+                    engine.step()
+                else:
+                    assert count.peak <= budget
+                    shas.append(engine.weights_sha256())
+                    budget = TOO_SMALL
         finally:
             engine.close()
     assert shas[0] == shas[1]

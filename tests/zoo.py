@@ -178,10 +178,13 @@ def build(name: str, checkpointing: str = "none", seed: int = 0) -> nn.Module:
 class Blocks(nn.Module):
     """Weights and their gradients decide what there is room for, not activations."""
 
-    def __init__(self, depth: int, width: int) -> None:
+    def __init__(self, depth: int, width: int, unused: bool = False) -> None:
+        """`unused`: each block has a parameter that gets no gradient."""
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.up = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        for block in self.up if unused else ():
+            block.register_parameter("unused", nn.Parameter(torch.zeros(width)))
         self.down = nn.ModuleList(nn.Linear(3 * width, width) for _ in range(depth))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
         self.head = nn.Linear(width, 256, bias=False)

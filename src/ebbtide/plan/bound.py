@@ -28,7 +28,7 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
         return 0
     if settings.ssd_beside_device:
         return 2 * least_streamed(shape, record, settings)
-    away = sum(shape.parameter_bytes[i] + shape.gradient_bytes[i] for i in trained)
+    away = sum(shape.parameter_bytes[i] for i in trained) + _gradients(shape, record, settings, trained)
     rooms = [settings.device - moment.peak for moment in record.moments]
     crossing = _crossing(shape, record)
     waiting = [0] * len(rooms) if settings.in_backward or settings.take_over else _waiting(shape, record)
@@ -47,6 +47,13 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
     if settings.placement != "auto":
         return round(moved(0))
     return round(min(moved(total * step / STEPS) for step in range(STEPS + 1)))
+
+
+def _gradients(shape: ModelShape, record: Record, settings: Settings, trained: Sequence[int]) -> int:
+    """Bytes of all gradients: chunk by chunk, with their padding, or those that arrive, where they go one by one."""
+    if not settings.straight:
+        return sum(shape.gradient_bytes[i] for i in trained)
+    return sum(shape.expected[parameter] for parameter in {arrival.parameter for arrival in record.arrivals})
 
 
 def least_streamed(shape: ModelShape, record: Record, settings: Settings) -> int:

@@ -22,6 +22,7 @@ from ebbtide.plan.uses import (
     least_room,
     levels_of,
     straight_bytes,
+    unfinished,
     uses_of,
 )
 from ebbtide.record import Record
@@ -196,7 +197,7 @@ def draft(
     pieces of state on SSD that stay on the device, where that is RAM. `floor`: bytes that are left to non-model data
     at all times. `roomy`: gradients that wait for the disk in backward have their room."""
     host = fill_host(shape, device, settings, kept)
-    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device)
+    least = 0 if settings.ssd_beside_device else _at_least(shape, record, settings, device)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = fixed_bytes(shape, settings, device, host)
@@ -254,7 +255,8 @@ def _with_evicted(
     if settings.in_backward and not settings.take_over:
         # Of the two that wait for their updates, one may be among these.
         waiting = largest_on_host(shape, range(shape.chunks), shape.gradient_bytes)
-        events = _early(shape, record, device) if settings.straight else _returning(shape, residency)
+        events = _waits(shape, record, device, settings.straight)
+        events += [] if settings.straight else _returning(shape, residency)
         extra += max(0, _incomplete(shape, events) - waiting)
     if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
         host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
@@ -295,19 +297,27 @@ def _returning(shape: ModelShape, residency: Residency) -> _Events:
     return events
 
 
-def _early(shape: ModelShape, record: Record, device: frozenset[int]) -> _Events:
-    """They go straight there, and wait."""
+def _waits(shape: ModelShape, record: Record, device: frozenset[int], straight: bool) -> _Events:
+    """Going `straight` there, from the first on; where not all come that are expected, to the end of backward."""
     events: _Events = []
+    waiting = unfinished(shape, record)
     for chunk, passes in gradient_passes(record, shape.parameter_chunk).items():
-        if chunk not in device and shape.gradient_bytes[chunk]:
-            events += [(passes[0][0], False, chunk), (passes[-1][-1], True, chunk)]
+        if chunk in device or not shape.gradient_bytes[chunk]:
+            continue
+        if straight or chunk in waiting:
+            last = passes[-1][-1]
+            begin, end = passes[0][0] if straight else last, len(record.moments) if chunk in waiting else last
+            events += [(begin, False, chunk), (end, True, chunk)]
     return events
 
 
-def _at_least(shape: ModelShape, record: Record, device: frozenset[int]) -> int:
+def _at_least(shape: ModelShape, record: Record, settings: Settings, device: frozenset[int]) -> int:
     """Bytes that must move whatever the room: gradients down and parameters up of what the host updates, and a
     gather of what ranks share."""
     used = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
     trained = [i for i in used if shape.state_bytes[i]]
-    crossing = sum(shape.parameter_bytes[i] + shape.gradient_bytes[i] for i in trained if i not in device)
+    away = [i for i in trained if i not in device]
+    straight = straight_bytes(shape, record, settings, device)
+    grads = (straight.get(i, 0) if settings.straight else shape.gradient_bytes[i] for i in away)
+    crossing = sum(shape.parameter_bytes[i] for i in away) + sum(grads)
     return crossing + sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)

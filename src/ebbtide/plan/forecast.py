@@ -230,11 +230,10 @@ def _bytes(setup: Setup, plan: Plan, walked: Walked) -> dict[str, dict[str, int]
         for home in ("host", "ssd")
     }
     away = [i for i, home in enumerate(homes) if home != "device" and shape.state_bytes[i]]
-    pinned = setup.settings.placement == "static"
     kept = range(shape.chunks) if plan.host.keep else away
     params = sum(shape.parameter_bytes[i] for i in kept if i not in plan.host.ssd_parameters)
     grads = waiting_gradients(shape, away, setup.settings)
-    host = {"param": 0 if pinned else params, "grad": grads, "state": states["host"]}
+    host = {"param": 0 if setup.settings.returned else params, "grad": grads, "state": states["host"]}
     if plan.host.ssd or plan.host.ssd_parameters or setup.settings.lock_free:
         host["buffers"] = max(0, plan.host.host_bytes - sum(host.values()))
     if plan.away is not None and plan.away.trips:

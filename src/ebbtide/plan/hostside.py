@@ -74,8 +74,8 @@ def fill_host(
         return _on_ssd(shape, away, settings, kept or {})
     grads = waiting_gradients(shape, away, settings)
     params = on_host(shape, away, shape.parameter_bytes)
-    if settings.placement == "static":
-        params = 0  # they are on the device for good
+    if settings.returned:
+        params = 0
     states = on_host(shape, away, shape.state_bytes)
     every = on_host(shape, range(shape.chunks), shape.parameter_bytes)
     copies = every - params if settings.placement != "static" else 0

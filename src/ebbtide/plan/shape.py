@@ -35,6 +35,8 @@ class ModelShape:
     """By chunk: the pages that its copies lie in on the host; left out, they are stored as they are."""
     page_bytes: tuple[int, ...] = ()
     """By chunk: of parameters in a page."""
+    expected: tuple[int, ...] = ()
+    """By parameter: bytes of its gradient, 0 where it is frozen; left out, that is for chunks as a whole to say."""
 
     @property
     def chunks(self) -> int:
@@ -98,6 +100,8 @@ class Settings:
     exchanges between ranks and other engines have a part."""
     sharers: int = 1
     """Processes of a machine among which host and SSD are divided; users set them for all."""
+    returned: bool = False
+    """Parameters that are static on the device have no copy on the host beside: what is updated there goes back."""
     one_memory: bool = False
     """Device and host are both RAM, of one process that trains alone."""
 
@@ -106,7 +110,7 @@ class Settings:
         """Gradients whose update is on the host go there as they arrive: where the same threads would make both copies,
         the one into a chunk on the device is one too many. Not where the host overflows to SSD: parameters would have
         to leave it for gradients that are early."""
-        return self.one_memory and not (self.ssd or self.lock_free or self.take_over)
+        return self.one_memory and not (self.set_budget("ssd") or self.lock_free or self.take_over)
 
     @property
     def alone(self) -> bool:

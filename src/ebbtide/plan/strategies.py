@@ -216,7 +216,7 @@ def angel_ptm(ask: Ask) -> Setup:
 
 def static(ask: Ask) -> Setup:
     layout = _layout(ask.model, "chunk", None)
-    settings = ask.settings(placement="static", in_backward=False, ssd=0)
+    settings = ask.settings(placement="static", returned=True, in_backward=False, ssd=0)
     return _setup(ask, layout, ask.other_master, settings)
 
 
@@ -307,6 +307,7 @@ def _setup(
     places = tuple(layout.spans[tensor.name].chunk for tensor in model.tensors)
     run_chunks = tuple(tuple(sorted({places[p] for p in run})) for run in model.runs)
     pages, page_bytes = ((), ()) if shared else layout.stored
+    sizes = tuple(tensor.numel * ITEMSIZE[tensor.dtype] for tensor in model.tensors)
     shape = ModelShape(
         run_chunks,
         places,
@@ -316,14 +317,14 @@ def _setup(
         tuple(whole) if shared else (),
         pages,
         page_bytes,
+        tuple(n if wanted else 0 for n, wanted in zip(sizes, model.trained, strict=True)),
     )
-    copied = tuple(tensor.numel * ITEMSIZE[tensor.dtype] for tensor in model.tensors) if captured else ()
     return Setup(
         layout,
         shape,
         settings,
         update_bytes(shape, master),
-        copied,
+        sizes if captured else (),
         blocking,
         False,
         lock_free,

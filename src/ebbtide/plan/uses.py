@@ -70,14 +70,19 @@ def _by_turn(record: Record, moments: list[int]) -> list[list[int]]:
 def straight_bytes(shape: ModelShape, record: Record, settings: Settings, device: Set[int]) -> dict[int, int]:
     """By chunk that the host updates: bytes of gradients that go there as they arrive, in an iteration. Each backward
     adds its own to what is there."""
-    if not settings.straight:
-        return {}
-    passes = gradient_passes(record, shape.parameter_chunk)
-    return {
-        chunk: settings.accumulate * len(found) * shape.gradient_bytes[chunk]
-        for chunk, found in passes.items()
-        if chunk not in device and shape.gradient_bytes[chunk]
-    }
+    found: dict[int, int] = {}
+    for arrival in record.arrivals if settings.straight else ():
+        chunk = shape.parameter_chunk[arrival.parameter]
+        if chunk not in device and shape.gradient_bytes[chunk]:
+            found[chunk] = found.get(chunk, 0) + settings.accumulate * shape.expected[arrival.parameter]
+    return found
+
+
+def unfinished(shape: ModelShape, record: Record) -> set[int]:
+    """Chunks of which some gradient that is expected does not come: their update waits for the end of backward."""
+    arrived = {arrival.parameter for arrival in record.arrivals}
+    missing = (p for p, count in enumerate(shape.expected) if count and p not in arrived)
+    return {shape.parameter_chunk[p] for p in missing}
 
 
 def least_room(levels: Sequence[int], sizes: Sequence[int], uses: Sequence[Use]) -> int:

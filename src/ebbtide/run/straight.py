@@ -8,7 +8,7 @@ give it no chunk on the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import SupportsFloat
 
 import torch
@@ -17,16 +17,16 @@ from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import TO_HOST, Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import GRAD
-from ebbtide.run.model import Place, laid_like
-from ebbtide.run.room import Room
+from ebbtide.run.model import Place, dense
+from ebbtide.run.updater import Updater
 
 
 class Straight:
     def __init__(
-        self, store: ChunkStore, room: Room, kernels: Mapping[str, Kernels], homes: Sequence[str]
+        self, store: ChunkStore, updater: Updater, kernels: Mapping[str, Kernels], homes: Sequence[str]
     ) -> None:
         """`kernels` by tier; `homes`: by chunk, where its optimizer state lives."""
-        self._store, self._room, self._kernels, self._homes = store, room, kernels["host"], homes
+        self._store, self._updater, self._kernels, self._homes = store, updater, kernels["host"], homes
         self.possible = False
 
     def leads(self, chunk: Chunk) -> bool:
@@ -34,8 +34,8 @@ class Straight:
         then it waits on the device."""
         if not self.possible or chunk.kind != GRAD or self._homes[chunk.index] == "device":
             return False
-        if not self._fits(chunk):
-            self._room.make_for(chunk, "host")
+        while not self._fits(chunk) and self._updater.settle_oldest():
+            continue  # parameters' copies stay: they are counted there
         return self._fits(chunk)
 
     def _fits(self, chunk: Chunk) -> bool:
@@ -54,9 +54,40 @@ class Straight:
         if there is not None:
             there = there.as_strided(place.shape, place.stride)
             return self._kernels.capture(there, gradient, add)
-        flat = laid_like(gradient, place.shape, place.stride, chunk.dtype)
         sums = [torch.empty(0, dtype=torch.float64)]
         for first, piece in chunk.slices("host", place.offset, place.numel):
-            self._kernels.capture(piece, flat[first : first + piece.numel()], add)
+            for at, part in _in_memory_order(gradient, place.stride, first, piece.numel()):
+                self._kernels.capture(piece[at : at + part.numel()].view(part.shape), part, add)
             sums.append(self._kernels.block_sums(piece))  # pages are cut on blocks' borders
         return self._kernels.pairwise(torch.cat(sums))
+
+
+def _in_memory_order(
+    gradient: torch.Tensor, stride: tuple[int, ...], first: int, count: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(place, part) of so many elements, in the order that a parameter of that stride has them in memory. A gradient
+    laid otherwise is not copied for it: no plan counts such a copy."""
+    if tuple(gradient.stride()) == stride:
+        yield 0, dense(gradient)[first : first + count]
+        return
+    order = sorted(range(gradient.dim()), key=lambda dim: -stride[dim])
+    yield from _rows(gradient.permute(order), first, count)
+
+
+def _rows(tensor: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Parts of so many elements in row-major order: the end of a row, whole rows, the beginning of one."""
+    if tensor.dim() == 1:
+        yield 0, tensor[first : first + count]
+        return
+    each, done = tensor[0].numel(), 0
+    while done < count:
+        row, begin = divmod(first + done, each)
+        whole = 0 if begin else (count - done) // each
+        if whole:
+            yield done, tensor[row : row + whole]
+            done += whole * each
+            continue
+        part = min(each - begin, count - done)
+        for at, found in _rows(tensor[row], begin, part):
+            yield done + at, found
+        done += part

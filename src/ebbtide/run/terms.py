@@ -27,7 +27,11 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     whole = tuple(data.computed(i).nbytes if data.gathered(i) else 0 for i in count) if shared else ()
     places = tuple(place.chunk for place in data.places)
     pages, page_bytes = ((), ()) if shared else data.layout.stored  # a rank's slice is in one piece
-    return ModelShape(data.run_chunks, places, params, grads, states, whole, pages, page_bytes)
+    expected = tuple(
+        place.numel * data.parameter_chunk(place.chunk).dtype.itemsize if parameter.requires_grad else 0
+        for place, parameter in zip(data.places, data.parameters, strict=True)
+    )
+    return ModelShape(data.run_chunks, places, params, grads, states, whole, pages, page_bytes, expected)
 
 
 def settings_of(config: Config, room: Room, shared: bool) -> Settings:
