@@ -197,7 +197,8 @@ def draft(
     pieces of state on SSD that stay on the device, where that is RAM. `floor`: bytes that are left to non-model data
     at all times. `roomy`: gradients that wait for the disk in backward have their room."""
     host = fill_host(shape, device, settings, kept)
-    least = 0 if settings.ssd_beside_device else _at_least(shape, record, settings, device)
+    straight = straight_bytes(shape, record, settings, device)
+    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device, straight)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = fixed_bytes(shape, settings, device, host)
@@ -218,7 +219,7 @@ def draft(
     line = Timeline(rooms, shape.sizes, tuple(uses), shape.sources, staying)
     residency = replay(line, settings.eviction)
     host = _with_evicted(shape, record, settings, device, host, residency)
-    residency.to_host += sum(straight_bytes(shape, record, settings, device).values())
+    residency.to_host += sum(straight.values())
     if pinned:
         trained = [i for i, count in enumerate(shape.state_bytes) if count]
         residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
@@ -311,13 +312,11 @@ def _waits(shape: ModelShape, record: Record, device: frozenset[int], straight: 
     return events
 
 
-def _at_least(shape: ModelShape, record: Record, settings: Settings, device: frozenset[int]) -> int:
+def _at_least(shape: ModelShape, record: Record, device: frozenset[int], straight: Mapping[int, int]) -> int:
     """Bytes that must move whatever the room: gradients down and parameters up of what the host updates, and a
-    gather of what ranks share."""
+    gather of what ranks share. `straight`: bytes of gradients that go there as they arrive, by chunk."""
     used = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
     trained = [i for i in used if shape.state_bytes[i]]
     away = [i for i in trained if i not in device]
-    straight = straight_bytes(shape, record, settings, device)
-    grads = (straight.get(i, 0) if settings.straight else shape.gradient_bytes[i] for i in away)
-    crossing = sum(shape.parameter_bytes[i] for i in away) + sum(grads)
+    crossing = sum(shape.parameter_bytes[i] + straight.get(i, shape.gradient_bytes[i]) for i in away)
     return crossing + sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)

@@ -73,9 +73,7 @@ def fill_host(
     if settings.ssd_beside_device:
         return _on_ssd(shape, away, settings, kept or {})
     grads = waiting_gradients(shape, away, settings)
-    params = on_host(shape, away, shape.parameter_bytes)
-    if settings.returned:
-        params = 0
+    params = 0 if settings.returned else on_host(shape, away, shape.parameter_bytes)
     states = on_host(shape, away, shape.state_bytes)
     every = on_host(shape, range(shape.chunks), shape.parameter_bytes)
     copies = every - params if settings.placement != "static" else 0

@@ -28,8 +28,8 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     places = tuple(place.chunk for place in data.places)
     pages, page_bytes = ((), ()) if shared else data.layout.stored  # a rank's slice is in one piece
     expected = tuple(
-        place.numel * data.parameter_chunk(place.chunk).dtype.itemsize if parameter.requires_grad else 0
-        for place, parameter in zip(data.places, data.parameters, strict=True)
+        updates.gradient_bytes(m) if parameter.requires_grad else 0
+        for m, parameter in enumerate(data.parameters)
     )
     return ModelShape(data.run_chunks, places, params, grads, states, whole, pages, page_bytes, expected)
 
