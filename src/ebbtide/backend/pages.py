@@ -45,12 +45,33 @@ def map_memory(count: int, end: Callable[[], object] = lambda: None) -> torch.Te
 
 def tensor_at(address: int, count: int, end: Callable[[], object]) -> torch.Tensor:
     """Bytes that are there already; `end` is called when nobody looks at them any more."""
+    if torch.is_inference_mode_enabled():
+        # Whoever asks, it is used again and again, and what is made in inference mode could never be trained.
+        with torch.inference_mode(False):
+            return tensor_at(address, count, end)
     buffer = (ctypes.c_char * max(count, 1)).from_address(address)
-    # At exit the process gives everything back, and tensors may be looked at until then.
-    weakref.finalize(buffer, end).atexit = False
-    # Whoever asks, it is used again and again, and what is made in inference mode could never be trained.
-    with torch.inference_mode(False):
-        return torch.frombuffer(buffer, dtype=torch.uint8, count=count)
+    watch = _Watch(buffer, _gone)
+    watch.end = end
+    _watched[id(watch)] = watch
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=count)
+
+
+class _Watch(weakref.ref[ctypes.Array[ctypes.c_char]]):
+    """Calls `end` when its buffer is gone. Not at exit, for the process gives everything back, and tensors may be looked
+    at until then. `weakref.finalize` takes a few times as long, and chunks come and go in every step."""
+
+    __slots__ = ("end",)
+    end: Callable[[], object]
+
+
+_watched: dict[int, _Watch] = {}
+"""By identity: what they watch has no hash."""
+
+
+def _gone(watch: weakref.ref[ctypes.Array[ctypes.c_char]]) -> None:
+    assert isinstance(watch, _Watch)
+    del _watched[id(watch)]
+    watch.end()
 
 
 def _map(nbytes: int) -> int:

@@ -172,7 +172,10 @@ class NativeKernels:
         return float(self._pairwise(sums, blocks))
 
     def _run(self, function: Function, pointers: tuple[object, ...], length: int, short: int = SHORT) -> None:
-        self._run_all([(function, pointers, length)], short)
+        if length <= short or self.threads == 1:
+            function(*pointers, None, length)
+        else:
+            self._run_all([(function, pointers, length)], short)
 
     def _run_all(self, calls: Iterable[Call], short: int = SHORT) -> None:
         """Calls for vectors that have no element in common. Helpers are woken once: they begin with the first long ones

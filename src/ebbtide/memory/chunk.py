@@ -127,6 +127,19 @@ class Chunk:
         parts = [] if tier == "ssd" else list(self.slices(tier, offset, count))
         return parts[0][1] if len(parts) == 1 and parts[0][1].is_cpu else None
 
+    def on_host(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, count: int
+    ) -> torch.Tensor | None:
+        """A tensor of the host copy's `count` elements from `offset` on, if they are one stretch."""
+        assert self.host is not None, f"{self} has no host copy"
+        first, length = offset * self.dtype.itemsize, count * self.dtype.itemsize
+        for fragment in self.host:
+            if fragment.start <= first and first + length <= fragment.start + fragment.memory.numel():
+                flat = fragment.memory.view(self.dtype)
+                begin = flat.storage_offset() + offset - fragment.start // self.dtype.itemsize
+                return flat.as_strided(shape, stride, begin)
+        return None
+
 
 def aligned(
     copies: Sequence[tuple[Chunk, str]], offset: int, count: int

@@ -124,11 +124,11 @@ class ChunkStore:
     def written(self, chunk: Chunk, tier: str) -> None:
         """The copy on `tier` was written: it is now the authoritative one. A parameter's stale host copy
         keeps its place, for it will be filled again every iteration."""
-        for other in TIERS:
-            chunk.mark(other, other == tier)
+        chunk.device_valid, chunk.host_valid = tier == "device", tier == "host"
+        chunk.ssd_valid = tier == "ssd"
         if chunk.kind != "param":
             for other in TIERS:
-                if other != tier:
+                if other != tier and getattr(chunk, other) is not None:
                     self._close(chunk, other)
 
     def drop(self, chunk: Chunk, tier: str) -> None:

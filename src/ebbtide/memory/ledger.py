@@ -81,9 +81,10 @@ class Ledger:
 
     def set_level(self, tier: str, count: int, guess: bool = False) -> None:
         """A guess keeps room free, but is no use of the tier: it does not count in the peak."""
-        self.level[tier] = count
-        self._expected[tier] = 0 if guess else count
-        self._look(tier)
+        expected, before = 0 if guess else count, self._expected[tier]
+        self.level[tier], self._expected[tier] = count, expected
+        if expected > before:
+            self._look(tier)
 
     def is_guess(self, tier: str) -> bool:
         return self._expected[tier] < self.level[tier]

@@ -72,6 +72,8 @@ def part_of(tensor: Any) -> torch.Tensor:
 
 def part_like(value: Any, like: torch.Tensor) -> torch.Tensor:
     """What of a value belongs to this process where it is split as `like` is: a gradient may come in other pieces."""
+    if type(value) is torch.Tensor and type(like) in _ORDINARY:
+        return value
     split = split_of(like)
     if split is None:
         return part_of(value)

@@ -47,7 +47,7 @@ class Executor:
         """Called before a run is used: gradients may have taken its parameters' space."""
         self.on_gradient: Callable[[int], None] = lambda parameter: None
         """Told of each gradient, after its moment has begun."""
-        self.beside: Callable[[], None] = lambda: None
+        self.beside: Callable[[], None] | None = None
         """Called at every moment: what goes on beside the passes."""
         self._wanted: list[tuple[Chunk, bool]] = []
         """Moves that the plan has for chunks that are being updated: (chunk, whether it comes)."""
@@ -192,7 +192,8 @@ class Executor:
     def _catch_up(self) -> None:
         """Ends the updates that are over, and starts the moves that waited for them."""
         self.updater.collect()
-        self.beside()
+        if self.beside is not None:
+            self.beside()
         if self._wanted:
             wanted, self._wanted = self._wanted, []
             for chunk, fetch in wanted:
@@ -213,7 +214,8 @@ class Executor:
         if not expected:
             self.leave_track(f"moment {place}: {self._name(what)} was not expected")
             return
-        level, before = plan.levels[place] + self.room.late(place), self.ledger.level["device"]
+        late = 0 if self.room.activations is None else self.room.late(place)
+        level, before = plan.levels[place] + late, self.ledger.level["device"]
         if level < before:
             self.ledger.set_level("device", level)
         for trigger in plan.triggers[place]:
@@ -311,12 +313,15 @@ class Executor:
         """Releases the runs whose weights no backward operator looks at any more."""
         still: list[int] = []
         for run in self._reversing:
-            chunks = [self.data.computed(i) for i in self.data.run_chunks[run]]
-            if not everything and any(self._seen(chunk) for chunk in chunks):
+            if not everything and self._seen(run):
                 still.append(run)
             else:
                 self._release(run, State.HOLD_AFTER_BWD)
         self._reversing = still
 
-    def _seen(self, chunk: Chunk) -> bool:
-        return chunk.device is not None and self.store.backend.aliases(chunk.device) > chunk.aliases
+    def _seen(self, run: int) -> bool:
+        for index in self.data.run_chunks[run]:
+            chunk = self.data.computed(index)
+            if chunk.device is not None and self.store.backend.aliases(chunk.device) > chunk.aliases:
+                return True
+        return False

@@ -90,8 +90,7 @@ class Places:
             finally:
                 chunk.pins -= 1
         else:
-            self.toward_host(chunk)
-            self.store.settle(chunk, host=True)
+            self.settle_on_host(chunk)
             yield
 
     def toward(self, chunk: Chunk, tier: str) -> list[Event]:
@@ -131,6 +130,11 @@ class Places:
                 self.room.make_for(chunk, "host")
                 self.store.load(chunk)
         return chunk.move[1] if chunk.move is not None else chunk.pending
+
+    def settle_on_host(self, chunk: Chunk) -> None:
+        """Makes the chunk's host copy valid, and the host's to read or write."""
+        self.toward_host(chunk)
+        self.store.settle(chunk, host=True)
 
     def put_away(self, chunk: Chunk) -> None:
         """A parameter is about to be updated beside the computation: nobody is to see it meanwhile, and where the host

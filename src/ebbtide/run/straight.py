@@ -50,9 +50,8 @@ class Straight:
         return found
 
     def _move(self, chunk: Chunk, place: Place, gradient: torch.Tensor, add: bool) -> SupportsFloat:
-        there = chunk.stretch("host", place.offset, place.numel)
+        there = chunk.on_host(place.shape, place.stride, place.offset, place.numel)
         if there is not None:
-            there = there.as_strided(place.shape, place.stride)
             return self._kernels.capture(there, gradient, add)
         sums = [torch.empty(0, dtype=torch.float64)]
         for first, piece in chunk.slices("host", place.offset, place.numel):

@@ -163,7 +163,7 @@ class Updater:
             self.state.advance()
         while self._pending and (self._pending[0].settled or self._pending[0].done()):
             self._settle(self._pending[0])
-        if self._bring_next():
+        if self._pending and self._bring_next():
             self.wake()
 
     def settle_oldest(self, ready: bool = False) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -24,7 +24,7 @@ from ebbtide.run.companions import Companions
 from ebbtide.run.executor import Executor
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
-from ebbtide.run.model import ModelData, dense, laid_like
+from ebbtide.run.model import ModelData, Place, dense, laid_like
 from ebbtide.run.shares import SharedGradients
 from ebbtide.run.straight import Straight
 from ebbtide.run.taken import TakenSpace
@@ -141,15 +141,18 @@ class Updates:
         if chunk.free:
             self.executor.room.make_for(chunk, tier)
             self.store.allocate(chunk, tier)
-        with self.executor.places.placed(chunk, tier):
-            if straight:
-                self.squares[member] = self.straight.take(chunk, place, gradient, add)
-            else:
-                view = chunk.view().as_strided(place.shape, place.stride, place.offset)
-                self.squares[member] = self.kernels["device"].capture(view, gradient, add)
-                del view
-            self.store.written(chunk, tier)
-            self.arrived[member] += 1
+        if straight:
+            self.executor.places.settle_on_host(chunk)
+            self.squares[member] = self.straight.take(chunk, place, gradient, add)
+        else:
+            self.executor.places.bring(chunk)
+            self.squares[member] = self._copy(chunk, place, gradient, add)
+        self.store.written(chunk, tier)
+        self.arrived[member] += 1
+
+    def _copy(self, chunk: Chunk, place: Place, gradient: torch.Tensor, add: bool) -> SupportsFloat:
+        view = chunk.view().as_strided(place.shape, place.stride, place.offset)
+        return self.kernels["device"].capture(view, gradient, add)
 
     def _stays(self, index: int) -> bool:
         """Whether a gradient of the chunk is on the device until its update."""
