@@ -189,6 +189,27 @@ class Homes:
             left = refused
         return left
 
+    def give_up(self, needed: int) -> int:
+        """State leaves the device for the host until so many bytes have, or all that the host has room for: how many
+        did."""
+        if not self._ledger.budgets["host"] or not self.at("device"):
+            return 0
+        if self._updates.lock_free is not None:
+            self._updates.lock_free.open([])
+        self._executor.updater.flush()
+        before = self._on_device()
+        self._settled = False
+        for index in reversed(self.at("device")):
+            if before - self._on_device() < needed:
+                self._move_all({index: "host"})
+        self._settled = True
+        return before - self._on_device()
+
+    def _on_device(self) -> int:
+        """Bytes of state that are there, as far as a move came."""
+        chunks = [c for index in range(len(self.homes)) for c in self._updates.state_chunks(index)]
+        return sum(chunk.nbytes for chunk in chunks if chunk.device is not None)
+
     def tidy(self, plan: Plan) -> None:
         """Copies on SSD that this plan will not need again give their places back."""
         for key, chunk in self._store.chunks.items():

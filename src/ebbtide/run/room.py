@@ -33,7 +33,9 @@ class Room:
         whether there was one."""
         self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends a checkpoint that is written from a copy, which no plan counts with."""
-        self._course, self._updater, self._eviction = course, updater, eviction
+        self.give_state: weakref.WeakMethod[Callable[[int], None]] | None = None
+        """Has optimizer state leave the device for another engine's sake."""
+        self.course, self._updater, self._eviction = course, updater, eviction
         self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
@@ -101,25 +103,25 @@ class Room:
     def spare(self) -> int:
         """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
         that come back for it."""
-        plan = self._course.plan
-        if plan is None or not self._course.on_track:
+        plan = self.course.plan
+        if plan is None or not self.course.on_track:
             return 0
         if self.store.near == "host":
             return self.ledger.room("host")
-        place = max(self._course.position, 0)
+        place = max(self.course.position, 0)
         return self._most() - (plan.growth[place] if place < len(plan.growth) else 0)
 
     def always(self, needed: int) -> bool:
         """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
-        plan = self._course.plan
-        if plan is None or not self._course.on_track:
+        plan = self.course.plan
+        if plan is None or not self.course.on_track:
             return False
         return needed <= self.budget("device") - plan.static_bytes - plan.in_use
 
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
         only where there is no room for that, or with `wait`."""
-        plan = self._course.plan
+        plan = self.course.plan
         length = len(plan.record.moments) if plan is not None else 0
         if plan is None or self.activations is None or place >= length * plan.accumulate:
             return 0
@@ -131,7 +133,7 @@ class Room:
         before = self.activations.late if self.activations is not None else 0
         if not before:
             return False
-        level = self.ledger.level["device"] - before + self.late(self._course.position, wait=True)
+        level = self.ledger.level["device"] - before + self.late(self.course.position, wait=True)
         self.ledger.set_level("device", level)
         return needed <= self.ledger.room("device")
 
@@ -166,7 +168,7 @@ class Room:
             return
         others = [peer for peer in self.peers if peer is not self]
         # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
-        late = self._course.on_track and self.store.near == "device"
+        late = self.course.on_track and self.store.near == "device"
         first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
         for attempt in (*first, "evict", "updates", "arriving", "evict", "saving"):
             for peer in (*others, self):
@@ -174,23 +176,31 @@ class Room:
                 if short <= 0:
                     return
                 peer.give(attempt, short)
+        self.ask(lambda: needed - self.ledger.room("device"))
         short = needed - self.ledger.room("device")
         if short <= 0:
             return
-        unforeseen = self._course.plan is None or self.ledger.is_guess("device")
+        unforeseen = self.course.plan is None or self.ledger.is_guess("device")
         if unforeseen and not rising and self._most() >= needed:
             # Such a level is a share, or what training takes, and no prediction: what is in use goes before it.
             self.ledger.set_level("device", self._most() - needed, guess=True)
             return
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
         raise BudgetError(
-            f"device: {format_size(needed)} are needed{self._course}, with {format_size(held)} of chunks in "
+            f"device: {format_size(needed)} are needed{self.course}, with {format_size(held)} of chunks in "
             f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
             f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
             tier="device",
             short=short,
             advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
         )
+
+    def ask(self, short: Callable[[], int]) -> None:
+        """Other engines on the same tier give up optimizer state, until nothing is short."""
+        for peer in self.peers:
+            give = peer.give_state() if peer.give_state is not None and peer is not self else None
+            if give is not None and (missing := short()) > 0:
+                give(missing)
 
     def give(self, attempt: str, short: int) -> None:
         """Gives up device memory until `short` bytes more are free: by ending what ranks exchange, by ending evictions
@@ -232,7 +242,7 @@ class Room:
             and c not in self._guarded
             and not self.store.in_use(c)
         ]
-        course = self._course
+        course = self.course
         candidates = [
             Candidate(
                 key,
@@ -267,7 +277,7 @@ class Room:
             return
         self._updater.collect()
         for attempt in ("spare", "updates", "spill"):
-            for chunk in sorted(self._host_copies(), key=self._course.distance, reverse=True):
+            for chunk in sorted(self._host_copies(), key=self.course.distance, reverse=True):
                 if needed <= self.ledger.room("host"):
                     return
                 self._off_the_host(chunk, attempt == "spill")

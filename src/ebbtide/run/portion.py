@@ -1,0 +1,66 @@
+"""An engine's portion of the device, where others train beside it.
+
+Engines take turns: what one computes with can leave for another's pass, its optimizer state stays. So each plans with
+what the state of the others leaves of the budget. A portion only shrinks, or two engines would hand the same bytes to
+and fro, with state moved in every step; it grows again when one of the others is gone. Where not even the least fits,
+the others give up state until it does, and have smaller portions from then on. So do they in the middle of a pass where
+nobody has foreseen what it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ebbtide.errors import BudgetError
+from ebbtide.run.course import IDLE
+from ebbtide.run.homes import Homes
+from ebbtide.run.room import Room
+from ebbtide.run.traces import Traces
+
+Found = TypeVar("Found")
+
+
+class Portion:
+    def __init__(self, room: Room, homes: Homes, traces: Traces, fixed: bool) -> None:
+        """`fixed`: ranks share the chunks, and must have the same plan whatever else each of them does."""
+        self._room, self._homes, self._traces, self._fixed = room, homes, traces, fixed
+        self._others = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._traces.settings.device
+
+    def look(self) -> None:
+        """A pass is about to begin: others may hold more of the device than when the last one did, or be gone."""
+        before, self._others = self._others, len(self._room.peers) - 1
+        if self._fixed or not max(before, self._others):
+            return
+        left = self._room.budget("device")
+        self._settle(left if self._others < before else min(left, self.bytes))
+
+    def widened(self, make: Callable[[], Found]) -> Found:
+        """What can be made with the portion. Where it is too small, with a larger one that the others make room for."""
+        while True:
+            try:
+                return make()
+            except BudgetError as error:
+                if self._fixed or not self._others or error.tier != "device" or not self._widen(error.short):
+                    raise
+
+    def _widen(self, short: int) -> bool:
+        needed = self.bytes + short
+        self._room.ask(lambda: needed - self._room.budget("device"))
+        if self._room.budget("device") < needed:
+            return False
+        self._settle(needed)
+        return True
+
+    def give(self, short: int) -> None:
+        """Another engine needs so much more of the device."""
+        if not self._fixed and self._room.course.phase == IDLE:
+            self._settle(max(0, self.bytes - self._homes.give_up(short)))
+
+    def _settle(self, device: int) -> None:
+        if device != self.bytes:
+            self._traces.settle(device)
