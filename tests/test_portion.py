@@ -137,6 +137,85 @@ def test_what_one_leaves_the_other_has(make: Make) -> None:
     assert first.weights_sha256() == whole.weights_sha256()
 
 
+def forward(engine: Engine, number: int) -> torch.Tensor:
+    loss: torch.Tensor = engine(**batch(10 * number)).loss
+    return loss
+
+
+def interleaved(engines: list[Engine], number: int, order: str) -> None:
+    """Forward, backward and step of both engines, each written as its letter and its number."""
+    losses: dict[str, torch.Tensor] = {}
+    for deed, which in order.split():
+        engine = engines[int(which)]
+        if deed == "f":
+            losses[which] = forward(engine, number)
+        elif deed == "b":
+            engine.backward(losses.pop(which))
+        else:
+            engine.step()
+        engine.check_integrity()
+
+
+ORDERS = ["f0 f1 b0 b1 s0 s1", "f0 f1 b1 b0 s1 s0", "f0 b0 f1 s0 b1 s1", "f0 f1 b1 s1 b0 s0"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("memory", [3_000_000, 4_000_000, 6_000_000])
+def test_passes_within_each_other(make: Make, memory: int, order: str) -> None:
+    """What one has saved for backward counts while the other computes."""
+    expected = alone(make, [1] * 4)
+    engines = make(memory)
+    with Count(engines[0]) as count:
+        for number in range(4):
+            interleaved(engines, number, order)
+    assert [engine.weights_sha256() for engine in engines] == expected
+    assert max(count.peak, *(engine.stats()["peak_bytes"]["device"] for engine in engines)) <= memory
+
+
+def test_evaluation_within_anothers_pass(make: Make) -> None:
+    (whole,) = make("auto", count=1)
+    for number in range(4):
+        turn(whole, number)
+    memory = 2_400_000
+    (trained,) = make(memory, count=1)
+    teacher = zoo.build("gpt2", seed=1).requires_grad_(False)
+    config = ebbtide.Config.read(config_of(device={"memory": "auto"}))
+    frozen = Engine(teacher, config, tiers=trained._tiers)
+    try:
+        with Count(trained) as count:
+            for number in range(4):
+                loss = forward(trained, number)
+                with torch.no_grad():
+                    frozen(**batch(number))
+                trained.backward(loss)
+                trained.step()
+                trained.check_integrity()
+                frozen.check_integrity()
+        assert trained.weights_sha256() == whole.weights_sha256()
+        assert count.peak <= memory
+        (single,) = make(memory, count=1)
+        for number in range(4):
+            turn(single, number)
+        assert held(trained) == held(single) > 0, "nobody gives up state for what an evaluation may take"
+    finally:
+        frozen.close()
+
+
+def test_passes_that_do_not_fit_within_each_other_are_refused(make: Make) -> None:
+    """The engine that asks for more is, the other's pass goes on."""
+    expected = alone(make, [1] * 3)
+    engines = make(1_600_000)
+    for number in range(3):
+        loss = forward(engines[0], number)
+        with pytest.raises(BudgetError, match="device: this iteration needs at least"):
+            forward(engines[1], number)
+        engines[0].backward(loss)
+        engines[0].step()
+        turn(engines[1], number)
+        engines[0].check_integrity()
+    assert [engine.weights_sha256() for engine in engines] == expected
+
+
 class Wayward(torch.nn.Module):
     """Looks at numbers on its way, so that its first pass is not imagined."""
 

@@ -79,10 +79,11 @@ class Ledger:
         for tier in self.peak:
             self.peak[tier] = self.reserved[tier] + self._expected[tier]
 
-    def set_level(self, tier: str, count: int, guess: bool = False) -> None:
-        """A guess keeps room free, but is no use of the tier: it does not count in the peak."""
-        expected, before = 0 if guess else count, self._expected[tier]
-        self.level[tier], self._expected[tier] = count, expected
+    def set_level(self, tier: str, count: int, guess: bool = False, beside: int = 0) -> None:
+        """A guess keeps room free, but is no use of the tier: it does not count in the peak. `beside`: what other passes
+        that are under way take."""
+        expected, before = beside + (0 if guess else count), self._expected[tier]
+        self.level[tier], self._expected[tier] = count + beside, expected
         if expected > before:
             self._look(tier)
 

@@ -215,9 +215,9 @@ class Executor:
             self.leave_track(f"moment {place}: {self._name(what)} was not expected")
             return
         late = 0 if self.room.activations is None else self.room.late(place)
-        level, before = plan.levels[place] + late, self.ledger.level["device"]
+        level, before = plan.levels[place] + late, self.room.level
         if level < before:
-            self.ledger.set_level("device", level)
+            self.room.set_level(level)
         for trigger in plan.triggers[place]:
             self._start(
                 self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)

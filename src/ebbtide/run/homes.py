@@ -10,6 +10,7 @@ from ebbtide.plan.draft import Plan
 from ebbtide.plan.hostside import beside_updates, streamed_state
 from ebbtide.plan.shape import GRAD, PARAM, ModelShape, Settings
 from ebbtide.plan.stage import stored_bytes
+from ebbtide.run.course import IDLE
 from ebbtide.run.executor import Executor
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.updates import Updates
@@ -192,17 +193,20 @@ class Homes:
     def give_up(self, needed: int) -> int:
         """State leaves the device for the host until so many bytes have, or all that the host has room for: how many
         did."""
-        if not self._ledger.budgets["host"] or not self.at("device"):
+        lock_free = self._updates.lock_free
+        if needed <= 0 or not self._ledger.budgets["host"] or not self.at("device"):
             return 0
-        if self._updates.lock_free is not None:
-            self._updates.lock_free.open([])
+        if lock_free is not None:
+            if self._executor.course.phase != IDLE:
+                return 0  # between a chunk's forward and its backward nothing changes
+            lock_free.open([])
         self._executor.updater.flush()
         before = self._on_device()
-        self._settled = False
+        settled, self._settled = self._settled, False
         for index in reversed(self.at("device")):
             if before - self._on_device() < needed:
                 self._move_all({index: "host"})
-        self._settled = True
+        self._settled = settled
         return before - self._on_device()
 
     def _on_device(self) -> int:

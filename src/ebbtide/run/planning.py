@@ -30,8 +30,8 @@ class Planning:
         self._room, self._course = executor.room, executor.course
         self._traces, self._homes, self._streaming = traces, homes, streaming
         self._imagining, self._sharing = imagining, sharing
-        self._portion = Portion(self._room, homes, traces, fixed=sharing is not None)
-        self._room.give_state = weakref.WeakMethod(self._portion.give)
+        self.portion = Portion(self._room, homes, traces, fixed=sharing is not None)
+        self._room.give_state = weakref.WeakMethod(self.portion.give)
         self._in_backward = config.updates == "in-backward"
         self.roomy = self._room.ledger.device_alone and config.device.memory == "auto"
         """The device has all, and as much as there is."""
@@ -64,8 +64,8 @@ class Planning:
     def adopt(self, known: Known) -> Plan:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
         where the device could still hold it by demand: then the error says so at once."""
-        self._portion.look()
-        plan = self._portion.widened(lambda: self._traces.plan(known))
+        self.portion.look()
+        plan = self.portion.widened(lambda: self._traces.plan(known))
         if plan is not self._course.plan or not self._homes.as_in(plan):
             self._homes.follow(plan)
         self._homes.tidy(plan)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ebbtide.errors import BudgetError
-from ebbtide.run.course import IDLE
 from ebbtide.run.homes import Homes
 from ebbtide.run.room import Room
 from ebbtide.run.traces import Traces
@@ -36,8 +35,13 @@ class Portion:
         before, self._others = self._others, len(self._room.peers) - 1
         if self._fixed or not max(before, self._others):
             return
-        left = self._room.budget("device")
+        left, self._room.most_elsewhere = self._left(), 0
         self._settle(left if self._others < before else min(left, self.bytes))
+
+    def _left(self) -> int:
+        """What others leave: their state, and what they have where passes are interleaved."""
+        elsewhere = max(self._room.most_elsewhere, self._room.elsewhere())
+        return max(0, self._room.budget("device") - elsewhere)
 
     def widened(self, make: Callable[[], Found]) -> Found:
         """What can be made with the portion. Where it is too small, with a larger one that the others make room for."""
@@ -50,16 +54,24 @@ class Portion:
 
     def _widen(self, short: int) -> bool:
         needed = self.bytes + short
-        self._room.ask(lambda: needed - self._room.budget("device"))
-        if self._room.budget("device") < needed:
+        self._room.ask(lambda: needed - self._left())
+        if self._left() < needed:
             return False
         self._settle(needed)
         return True
 
     def give(self, short: int) -> None:
-        """Another engine needs so much more of the device."""
-        if not self._fixed and self._room.course.phase == IDLE:
+        """Another engine needs so much more of the device. State is at rest but in an engine's own updates, so it may
+        leave while a pass of this engine is under way."""
+        if not self._fixed:
             self._settle(max(0, self.bytes - self._homes.give_up(short)))
+
+    def go_on(self) -> None:
+        """A backward pass or an update begins. Of what others have in passes that began meanwhile the plan knows
+        nothing: the next one will, this one goes on with less state."""
+        self._room.begin_turn()
+        if self._room.elsewhere() and self._room.course.plan is not None and not self._fixed:
+            self._homes.give_up(self.bytes - self._left())
 
     def _settle(self, device: int) -> None:
         if device != self.bytes:

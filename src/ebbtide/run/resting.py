@@ -82,7 +82,8 @@ class Resting:
 
     def _take_in(self, plan: Plan) -> None:
         assert self._before is not None
-        self._ledger.set_level("device", plan.levels[self._offset + len(plan.record.moments) - 1])
+        room = self._updates.executor.room
+        room.set_level(plan.levels[self._offset + len(plan.record.moments) - 1])
         self._arrived |= self._untold.take_in()
         self._captured = self._updates.captured
         self._ledger.look_back("device", self._before + self._highest(plan, self._arrived & self._had_none))

@@ -12,7 +12,7 @@ from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOS
 from ebbtide.plan.evict import Candidate, choose
 from ebbtide.plan.shape import PARAM, WHOLE, may_leave
 from ebbtide.run.activations import Activations
-from ebbtide.run.course import Course
+from ebbtide.run.course import IDLE, Course
 from ebbtide.run.model import ModelData
 from ebbtide.run.updater import Updater
 from ebbtide.units import format_size
@@ -35,6 +35,11 @@ class Room:
         """Ends a checkpoint that is written from a copy, which no plan counts with."""
         self.give_state: weakref.WeakMethod[Callable[[int], None]] | None = None
         """Has optimizer state leave the device for another engine's sake."""
+        self.level = 0
+        """What this engine's non-model data takes, or is expected to."""
+        self.most_elsewhere = 0
+        """What other engines' has taken beside a pass of this one since it was last asked."""
+        self._others: tuple[weakref.ref[Room], ...] = ()
         self.course, self._updater, self._eviction = course, updater, eviction
         self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
@@ -77,28 +82,48 @@ class Room:
 
     # -- non-model data -------------------------------------------------------------------------------
 
+    def begin_turn(self) -> None:
+        """This engine goes on, maybe after another one. What those have that are in the midst of a pass stays."""
+        others = [peer for peer in self.peers if peer is not self]
+        if not others and not self._others:
+            return
+        for peer in others:
+            if peer.course.phase == IDLE:
+                peer.level = 0
+        self._others = tuple(map(weakref.ref, others))
+        self.set_level(self.level, self.ledger.is_guess("device"))
+
+    def elsewhere(self) -> int:
+        """Bytes of non-model data of other engines."""
+        return sum(peer.level for one in self._others if (peer := one()) is not None)
+
+    def set_level(self, level: int, guess: bool = False) -> None:
+        elsewhere = self.elsewhere() if self._others else 0
+        self.level, self.most_elsewhere = level, max(elsewhere, self.most_elsewhere)
+        self.ledger.set_level("device", level, guess, elsewhere)
+
     def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
         they have somewhere to go."""
         try:
-            self._make_on_device(level - self.ledger.level["device"], rising=True)
+            self._make_on_device(level - self.level, rising=True, guess=guess)
         except BudgetError:
             if not guess:
                 raise
             level = self._most()
-        self.ledger.set_level("device", level, guess)
+        self.set_level(level, guess)
         self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
 
     def go_back(self, level: int, guess: bool) -> None:
         """To the level before a guess. Chunks that the guess made room for leave."""
-        if level - self.ledger.level["device"] > self.ledger.room("device"):
+        if level - self.level > self.ledger.room("device"):
             self.raise_level(level, guess=True)
         if level <= self._most():
-            self.ledger.set_level("device", level, guess)
+            self.set_level(level, guess)
 
     def _most(self) -> int:
-        """What of the device's budget nothing is reserved in."""
-        return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"])
+        """What of the device's budget nothing is reserved in, and no other engine's non-model data."""
+        return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"] - self.elsewhere())
 
     def spare(self) -> int:
         """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
@@ -133,8 +158,7 @@ class Room:
         before = self.activations.late if self.activations is not None else 0
         if not before:
             return False
-        level = self.ledger.level["device"] - before + self.late(self.course.position, wait=True)
-        self.ledger.set_level("device", level)
+        self.set_level(self.level - before + self.late(self.course.position, wait=True))
         return needed <= self.ledger.room("device")
 
     # -- the device -----------------------------------------------------------------------------------
@@ -162,7 +186,7 @@ class Room:
         """Chunks on their way off the device."""
         return self.store.moving(SSD_WRITE if self.store.near == "device" else TO_HOST)
 
-    def _make_on_device(self, needed: int, rising: bool = False) -> None:
+    def _make_on_device(self, needed: int, rising: bool = False, guess: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
         if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
             return
@@ -176,17 +200,23 @@ class Room:
                 if short <= 0:
                     return
                 peer.give(attempt, short)
-        self.ask(lambda: needed - self.ledger.room("device"))
         short = needed - self.ledger.room("device")
         if short <= 0:
             return
         unforeseen = self.course.plan is None or self.ledger.is_guess("device")
         if unforeseen and not rising and self._most() >= needed:
             # Such a level is a share, or what training takes, and no prediction: what is in use goes before it.
-            self.ledger.set_level("device", self._most() - needed, guess=True)
+            self.set_level(self._most() - needed, guess=True)
             return
+        if not guess:
+            self.ask(lambda: needed - self.ledger.room("device"))
+        if needed > self.ledger.room("device"):
+            raise self._refusal(needed)
+
+    def _refusal(self, needed: int) -> BudgetError:
+        short = needed - self.ledger.room("device")
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
-        raise BudgetError(
+        return BudgetError(
             f"device: {format_size(needed)} are needed{self.course}, with {format_size(held)} of chunks in "
             f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
             f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",

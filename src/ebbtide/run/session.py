@@ -154,6 +154,7 @@ class Session:
         self.micro = 0
         """Backward passes since the last update."""
         weakref.finalize(self.executor, not_on_ours, partial(_release, self.store))
+        self.room.begin_turn()
         try:
             with nullcontext() if self.sharing is None else self.sharing.beginning():
                 self._adoption(source).take_over(self.shape, choice)
@@ -250,7 +251,8 @@ class Session:
                 self.lock_free.begin_evaluation()
             self.executor.updater.bring_all()  # there is room for them in the moments of training
             if self.idle and not self.ledger.device_alone:
-                before, plan = self.ledger.level["device"], self.course.plan
+                self.room.begin_turn()
+                before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
                 level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
                 self.room.raise_level(max(level, before), guess=True)
@@ -268,6 +270,7 @@ class Session:
 
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
+        self.room.begin_turn()
         self.reclaim()
         self.interceptor.watch_gradients()
         self.unfreezing.notice()
@@ -322,6 +325,7 @@ class Session:
     @contextmanager
     def reversing(self, last: bool) -> Iterator[None]:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
+        self.planning.portion.go_on()
         self.executor.reverse()
         if not last:
             self.resting.rule_out()
@@ -384,6 +388,7 @@ class Session:
     # -- update ---------------------------------------------------------------------------------------
 
     def apply(self, scale: float) -> None:
+        self.planning.portion.go_on()
         self.homes.settle()
         self.course.phase = UPDATING
         try:
