@@ -303,3 +303,27 @@ def test_with_ssd(make: Make, folder: Path, host: int) -> None:
         for engine in engines:
             turn(engine, number)
     assert [engine.weights_sha256() for engine in engines] == expected
+
+
+@pytest.mark.parametrize(
+    "host", [3_000_000, 3_850_000, 4_000_000, 4_200_000, 4_400_000, 4_600_000, 4_800_000]
+)
+def test_a_host_without_room_for_what_is_given_up(make: Make, host: int) -> None:
+    """What leaves only in part comes back, whatever that makes of the one who asked."""
+    first, second = make(4_000_000, host={"memory": host})
+    for number in range(3):
+        turn(first, number)
+    for number in range(3, 6):
+        try:
+            turn(second, number, times=2)
+        except BudgetError:
+            second.check_integrity()
+        homes = first._session.homes
+        for index, home in enumerate(homes.homes):
+            for chunk in first._session.updates.state_chunks(index):
+                assert chunk.valid_on(home) or not homes._settled
+        turn(first, number)
+    (whole,) = make("auto", count=1)
+    for number in range(6):
+        turn(whole, number)
+    assert first.weights_sha256() == whole.weights_sha256()

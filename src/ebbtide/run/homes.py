@@ -204,8 +204,10 @@ class Homes:
         before = self._on_device()
         settled, self._settled = self._settled, False
         for index in reversed(self.at("device")):
-            if before - self._on_device() < needed:
-                self._move_all({index: "host"})
+            if before - self._on_device() >= needed:
+                break
+            if self._move_all({index: "host"}):  # it did not fit, or not as a whole
+                settled = not self._move_all({index: "device"}) and settled
         self._settled = settled
         return before - self._on_device()
 

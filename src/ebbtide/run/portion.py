@@ -1,7 +1,7 @@
-"""An engine's portion of the device, where others train beside it.
+"""An engine's portion of device and host, where others train beside it.
 
 Engines take turns: what one computes with can leave for another's pass, its optimizer state stays. So each plans with
-what the state of the others leaves of the budget. A portion only shrinks, or two engines would hand the same bytes to
+what the state of the others leaves of the device, and with what they leave of the host. A portion only shrinks, or two engines would hand the same bytes to
 and fro, with state moved in every step; it grows again when one of the others is gone. Where not even the least fits,
 the others give up state until it does, and have smaller portions from then on. So do they in the middle of a pass where
 nobody has foreseen what it takes.
@@ -35,8 +35,12 @@ class Portion:
         before, self._others = self._others, len(self._room.peers) - 1
         if self._fixed or not max(before, self._others):
             return
-        left, self._room.most_elsewhere = self._left(), 0
-        self._settle(left if self._others < before else min(left, self.bytes))
+        left, host = self._left(), self._room.budget("host")
+        self._room.most_elsewhere = 0
+        if self._others >= before:
+            left, host = min(left, self.bytes), min(host, self._traces.settings.host)
+        if (left, host) != (self.bytes, self._traces.settings.host):
+            self._traces.settle(left, host)
 
     def _left(self) -> int:
         """What others leave: their state, and what they have where passes are interleaved."""
@@ -57,14 +61,15 @@ class Portion:
         self._room.ask(lambda: needed - self._left())
         if self._left() < needed:
             return False
-        self._settle(needed)
+        self._traces.settle(needed)
         return True
 
     def give(self, short: int) -> None:
         """Another engine needs so much more of the device. State is at rest but in an engine's own updates, so it may
         leave while a pass of this engine is under way."""
         if not self._fixed:
-            self._settle(max(0, self.bytes - self._homes.give_up(short)))
+            given = self._homes.give_up(short)
+            self._traces.settle(max(0, self.bytes - given))
 
     def go_on(self) -> None:
         """A backward pass or an update begins. Of what others have in passes that began meanwhile the plan knows
@@ -72,7 +77,3 @@ class Portion:
         self._room.begin_turn()
         if self._room.elsewhere() and self._room.course.plan is not None and not self._fixed:
             self._homes.give_up(self.bytes - self._left())
-
-    def _settle(self, device: int) -> None:
-        if device != self.bytes:
-            self._traces.settle(device)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.plan.evict import Candidate, choose
-from ebbtide.plan.shape import PARAM, WHOLE, may_leave
+from ebbtide.plan.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.run.activations import Activations
 from ebbtide.run.course import IDLE, Course
 from ebbtide.run.model import ModelData
@@ -47,15 +47,20 @@ class Room:
 
     def budget(self, tier: str) -> int:
         """What other engines on the same tier leave of the budget."""
-        taken = sum(
-            c.nbytes
-            for peer in self.peers
-            if peer is not self
-            for c in peer.store.chunks.values()
-            if getattr(c, tier) is not None and c.kind not in PASSING
-        )
+        taken = sum(peer.keeps(tier) for peer in self.peers if peer is not self)
         tags = self.ledger.tags[tier]
-        return self.ledger.budgets[tier] - sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE)) - taken
+        return max(0, self.ledger.budgets[tier] - sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE)) - taken)
+
+    def keeps(self, tier: str) -> int:
+        """Bytes that no other engine's pass can have: optimizer state and, where the host is the last tier, what leaves
+        the device for that pass."""
+        last = tier == "host" and self.ledger.budgets["host"] > 0 and not self.ledger.budgets["ssd"]
+        return sum(
+            c.nbytes
+            for c in self.store.chunks.values()
+            if (last and (c.kind == PARAM or (c.kind == GRAD and not c.free)))
+            or (c.kind not in PASSING and getattr(c, tier) is not None)
+        )
 
     @contextmanager
     def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:

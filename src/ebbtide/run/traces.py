@@ -22,8 +22,8 @@ class Known:
     """What is known of one kind of input."""
 
     record: Record
-    plans: dict[int, Plan | None] = field(default_factory=dict)
-    """By bytes of the device; None where there is none."""
+    plans: dict[tuple[int, int], Plan | None] = field(default_factory=dict)
+    """By bytes of the device and of the host; None where there is none."""
     stale: bool = False
     """Execution left this trace: it is used as far as it goes, and made again."""
     followed: bool = False
@@ -71,19 +71,21 @@ class Traces:
             self.count -= 1
 
     def plan(self, known: Known) -> Plan:
-        found = known.plans.get(self.settings.device)
+        room = self.settings.device, self.settings.host
+        found = known.plans.get(room)
         if found is None:
-            found = known.plans[self.settings.device] = self._make(known.record, self.settings)
+            found = known.plans[room] = self._make(known.record, self.settings)
         return found
 
     def fits(self, known: Known, device: int) -> bool:
         """Whether there is a plan with so much of the device."""
-        if device not in known.plans:
+        room = device, self.settings.host
+        if room not in known.plans:
             try:
-                known.plans[device] = self._make(known.record, replace(self.settings, device=device))
+                known.plans[room] = self._make(known.record, replace(self.settings, device=device))
             except BudgetError:
-                known.plans[device] = None
-        return known.plans[device] is not None
+                known.plans[room] = None
+        return known.plans[room] is not None
 
     def _make(self, record: Record, settings: Settings) -> Plan:
         return plan_afloat(self.shape, record, settings, self.offload, self.cost)
@@ -98,9 +100,10 @@ class Traces:
             self._least = (record, least_traffic(self.shape, record, self.settings))
         return self._least[1]
 
-    def settle(self, device: int) -> None:
-        """The chunks have more or less of the device from now on."""
-        self.settings, self._least = replace(self.settings, device=device), None
+    def settle(self, device: int, host: int | None = None) -> None:
+        """The chunks have more or less of the device, or of the host, from now on."""
+        host = self.settings.host if host is None else host
+        self.settings, self._least = replace(self.settings, device=device, host=host), None
 
     def replan(self, shape: ModelShape, device: int) -> None:
         """The model's chunks have changed: every plan is made again."""
