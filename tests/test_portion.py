@@ -216,6 +216,76 @@ def test_passes_that_do_not_fit_within_each_other_are_refused(make: Make) -> Non
     assert [engine.weights_sha256() for engine in engines] == expected
 
 
+def test_an_engine_that_is_closed_within_anothers_pass(make: Make) -> None:
+    first, second = make(3_000_000)
+    for number in range(3):
+        interleaved([first, second], number, ORDERS[0])
+    loss = forward(first, 3)
+    forward(second, 3)
+    second.close()
+    first.backward(loss)
+    first.step()
+    for number in range(4, 6):
+        turn(first, number)
+    (single,) = make(3_000_000, count=1)
+    for number in range(3):
+        turn(single, number)
+    assert held(first) == held(single)
+
+
+def test_an_engine_in_place_of_another(make: Make) -> None:
+    """Between two passes of the first: it has what the other had."""
+    first, second = make(4_000_000)
+    for number in range(3):
+        turn(second, number)
+        turn(first, number)
+    before = held(first)
+    second.close()
+    config = ebbtide.Config.read(config_of(device={"memory": "auto"}))
+    small = Engine(torch.nn.Linear(8, 8), config, tiers=first._tiers)
+    try:
+        for number in range(3, 6):
+            turn(first, number)
+        assert held(first) > before
+    finally:
+        small.close()
+
+
+def test_a_forward_pass_that_led_nowhere(make: Make) -> None:
+    """What it kept from the other engine is of use again when the next pass is over."""
+    engines = make(3_000_000)
+    for number in range(3):
+        for engine in engines:
+            turn(engine, number)
+    before = sum(held(engine) for engine in engines)
+    forward(engines[0], 3)
+    for number in range(3, 6):
+        for engine in reversed(engines):
+            turn(engine, number)
+    for number in range(6, 8):
+        for engine in engines:
+            turn(engine, number)
+    assert sum(held(engine) for engine in engines) == before
+
+
+def test_values_are_read_beside_a_pass_that_nobody_has_foreseen(make: Make) -> None:
+    (first,) = make(2_400_000, count=1, master="separate")
+    turn(first, 0)
+    config = ebbtide.Config.read(config_of(device={"memory": "auto"}))
+    second = Engine(Wayward(zoo.build("gpt2", seed=1)), config, tiers=first._tiers)
+    try:
+        loss = forward(second, 0)
+        found = first.weights_sha256()
+        assert first.stats()["peak_bytes"]["device"] < 2_390_000, "a guess is no use"
+        second.backward(loss)
+        second.step()
+    finally:
+        second.close()
+    (whole,) = make("auto", count=1, master="separate")
+    turn(whole, 0)
+    assert found == whole.weights_sha256()
+
+
 class Wayward(torch.nn.Module):
     """Looks at numbers on its way, so that its first pass is not imagined."""
 

@@ -191,8 +191,8 @@ class Homes:
         return left
 
     def give_up(self, needed: int) -> int:
-        """State leaves the device for the host until so many bytes have, or all that the host has room for: how many
-        did."""
+        """State leaves the device for the host until so many bytes have, or all that the host has room for beside
+        parameters and gradients: how many did."""
         lock_free = self._updates.lock_free
         if needed <= 0 or not self._ledger.budgets["host"] or not self.at("device"):
             return 0
@@ -204,12 +204,18 @@ class Homes:
         before = self._on_device()
         settled, self._settled = self._settled, False
         for index in reversed(self.at("device")):
-            if before - self._on_device() >= needed:
+            state = sum(chunk.nbytes for chunk in self._updates.state_chunks(index))
+            if before - self._on_device() >= needed or state + self._to_come() > self._ledger.room("host"):
                 break
             if self._move_all({index: "host"}):  # it did not fit, or not as a whole
                 settled = not self._move_all({index: "device"}) and settled
         self._settled = settled
         return before - self._on_device()
+
+    def _to_come(self) -> int:
+        """Bytes that the pass under way may yet bring to the host."""
+        chunks = (c for c in self._store.chunks.values() if c.kind in (PARAM, GRAD) and c.host is None)
+        return sum(chunk.nbytes for chunk in chunks)
 
     def _on_device(self) -> int:
         """Bytes of state that are there, as far as a move came."""

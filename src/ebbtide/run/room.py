@@ -33,10 +33,12 @@ class Room:
         whether there was one."""
         self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends a checkpoint that is written from a copy, which no plan counts with."""
+        self.homes: Sequence[str] = ()
+        """By chunk, where its optimizer state lives."""
         self.give_state: weakref.WeakMethod[Callable[[int], None]] | None = None
         """Has optimizer state leave the device for another engine's sake."""
-        self.level = 0
-        """What this engine's non-model data takes, or is expected to."""
+        self.level, self.guessed = 0, False
+        """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
         self.most_elsewhere = 0
         """What other engines' has taken beside a pass of this one since it was last asked."""
         self._others: tuple[weakref.ref[Room], ...] = ()
@@ -52,15 +54,18 @@ class Room:
         return max(0, self.ledger.budgets[tier] - sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE)) - taken)
 
     def keeps(self, tier: str) -> int:
-        """Bytes that no other engine's pass can have: optimizer state and, where the host is the last tier, what leaves
-        the device for that pass."""
+        """Bytes that no other engine's pass can have: optimizer state, though a plan's may only come with the first
+        update, and where the host is the last tier what leaves the device for that pass."""
         last = tier == "host" and self.ledger.budgets["host"] > 0 and not self.ledger.budgets["ssd"]
         return sum(
             c.nbytes
             for c in self.store.chunks.values()
             if (last and (c.kind == PARAM or (c.kind == GRAD and not c.free)))
-            or (c.kind not in PASSING and getattr(c, tier) is not None)
+            or (c.kind not in PASSING and (getattr(c, tier) is not None or self._expects(c, tier)))
         )
+
+    def _expects(self, chunk: Chunk, tier: str) -> bool:
+        return chunk.free and self.course.plan is not None and self.homes[chunk.index] == tier
 
     @contextmanager
     def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:
@@ -89,22 +94,24 @@ class Room:
 
     def begin_turn(self) -> None:
         """This engine goes on, maybe after another one. What those have that are in the midst of a pass stays."""
-        others = [peer for peer in self.peers if peer is not self]
-        if not others and not self._others:
+        everyone = {self, *self.peers}
+        if len(everyone) == 1 and not self._others:
             return
-        for peer in others:
-            if peer.course.phase == IDLE:
-                peer.level = 0
-        self._others = tuple(map(weakref.ref, others))
-        self.set_level(self.level, self.ledger.is_guess("device"))
+        for room in everyone:
+            if room is not self and room.course.phase == IDLE:
+                room.level = 0
+            room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
+        self.set_level(self.level, self.guessed)
 
     def elsewhere(self) -> int:
-        """Bytes of non-model data of other engines."""
-        return sum(peer.level for one in self._others if (peer := one()) is not None)
+        """Bytes of non-model data of other engines. What is a guess there keeps nobody else from anything."""
+        others = (other for one in self._others if (other := one()) is not None)
+        return sum(other.level for other in others if not other.guessed)
 
     def set_level(self, level: int, guess: bool = False) -> None:
         elsewhere = self.elsewhere() if self._others else 0
-        self.level, self.most_elsewhere = level, max(elsewhere, self.most_elsewhere)
+        self.level, self.guessed = level, guess
+        self.most_elsewhere = max(elsewhere, self.most_elsewhere)
         self.ledger.set_level("device", level, guess, elsewhere)
 
     def raise_level(self, level: int, guess: bool = False) -> None:

@@ -114,7 +114,7 @@ class Session:
         self.updates.kept.where_planned = (
             as_they_are and self.updates.in_backward and self.store.near == "device"
         )
-        self.room.peers = peers
+        self.room.peers, self.room.homes = peers, self.updates.homes
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
         self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
@@ -270,7 +270,6 @@ class Session:
 
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
-        self.room.begin_turn()
         self.reclaim()
         self.interceptor.watch_gradients()
         self.unfreezing.notice()
@@ -305,6 +304,7 @@ class Session:
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update; gradients that were being dropped
         are not."""
+        self.room.begin_turn()
         if self.updates.unwanted:
             self.drop_gradients()
         if self.updates.taken.away:
