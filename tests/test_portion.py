@@ -59,6 +59,16 @@ def alone(make: Make, turns: list[int], **changes: Any) -> list[str]:
     return found
 
 
+def joined_late(make: Make, first: int, steps: int, times: int, **changes: Any) -> list[str]:
+    """Weights of engines that have everything: one of all steps, one that begins at step `first` with larger batches."""
+    whole, other = make("auto", **changes)
+    for number in range(steps):
+        turn(whole, number)
+    for number in range(first, steps):
+        turn(other, number, times)
+    return [whole.weights_sha256(), other.weights_sha256()]
+
+
 def held(engine: Engine) -> int:
     return int(engine.stats()["device_state_chunks"])
 
@@ -113,12 +123,7 @@ def test_one_that_needs_more_gets_it(make: Make, updates: str) -> None:
     assert 0 < held(first) < before or updates == "lock-free"
     if updates != "lock-free":  # there numbers depend on who was faster
         found = [first.weights_sha256(), second.weights_sha256()]
-        whole, other = make("auto", **changes)
-        for number in range(7):
-            turn(whole, number)
-        for number in range(3, 7):
-            turn(other, number, times=2)
-        assert found == [whole.weights_sha256(), other.weights_sha256()]
+        assert found == joined_late(make, 3, 7, 2, **changes)
 
 
 def test_what_one_leaves_the_other_has(make: Make) -> None:
@@ -314,12 +319,7 @@ def test_in_the_middle_of_a_pass_that_nobody_has_foreseen(make: Make) -> None:
         assert second.stats()["peak_bytes"]["device"] <= 2_400_000
     finally:
         second.close()
-    whole, other = make("auto")
-    for number in range(6):
-        turn(whole, number)
-    for number in range(3, 6):
-        turn(other, number)
-    assert [first.weights_sha256(), found] == [whole.weights_sha256(), other.weights_sha256()]
+    assert [first.weights_sha256(), found] == joined_late(make, 3, 6, 1)
 
 
 def test_what_fits_nowhere_is_refused_and_both_go_on(make: Make) -> None:
@@ -356,12 +356,7 @@ def test_an_interrupt_while_state_leaves(make: Make, monkeypatch: pytest.MonkeyP
         turn(second, number, times=2)
         turn(first, number)
     found = [first.weights_sha256(), second.weights_sha256()]
-    whole, other = make("auto")
-    for number in range(6):
-        turn(whole, number)
-    for number in range(3, 6):
-        turn(other, number, times=2)
-    assert found == [whole.weights_sha256(), other.weights_sha256()]
+    assert found == joined_late(make, 3, 6, 2)
 
 
 @pytest.mark.parametrize("host", [0, 3_000_000])
