@@ -138,19 +138,7 @@ class Engine(ByName, Saved, Stepping):
         companions: Companions | None,
     ) -> Session:
         tiers, start = self._tiers, Start(self.module, files)
-        session = Session(
-            self.module,
-            choice,
-            self.config,
-            tiers.backend,
-            tiers.ledger,
-            kernels,
-            tiers.rooms,
-            start,
-            tiers.disk,
-            ranks,
-            companions,
-        )
+        session = Session(self.module, choice, self.config, tiers, kernels, start, ranks, companions)
         try:
             start.finish()
             if files is not None:
