@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbtide.plan.job import Job
-from ebbtide.plan.rates import CORES, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, Shares
+from ebbtide.plan.rates import CORES, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
-from ebbtide.plan.simulate import Task
+from ebbtide.plan.simulate import Shares, Task
 
 MOVES = (TO_DEVICE, TO_HOST)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ebbtide.plan.machine import Machine
+from ebbtide.plan.simulate import Shares
 from ebbtide.record import Moment
 
 DRAM, CORES, DISK = "memory", "cores", "disk"
@@ -19,8 +20,6 @@ COMPUTE, HOST, TO_DEVICE, TO_HOST, READ, WRITE, WIRE = (
     "wire",
 )
 LANES = (COMPUTE, HOST, TO_DEVICE, TO_HOST, READ, WRITE, WIRE)
-
-Shares = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)

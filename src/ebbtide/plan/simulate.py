@@ -10,20 +10,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import truediv
+from typing import NamedTuple
 
 LEAST = 0.05
 """Share of a resource that is always left to tasks that are not first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+Shares = tuple[tuple[str, float], ...]
+"""How much of a resource something takes while it runs by itself, as a share of all of it."""
+
+
+class Task(NamedTuple):
     lane: str
     seconds: float
     """What it takes by itself."""
     after: tuple[int, ...] = ()
     """Earlier tasks that must have ended, by their place in the list."""
-    shares: tuple[tuple[str, float], ...] = ()
-    """How much of a resource it takes while it runs by itself, as a share of all of it."""
+    shares: Shares = ()
     cause: str = ""
     moment: int = -1
     nbytes: int = 0
@@ -58,6 +62,8 @@ def simulate(tasks: Sequence[Task]) -> Run:
 
 
 class _Simulation:
+    """Thousands of these are run in the search for one plan."""
+
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         count = len(tasks)
@@ -66,25 +72,36 @@ class _Simulation:
         self.missing = [0] * count
         self.dependents: list[list[int]] = [[] for _ in tasks]
         self.queues: dict[str, deque[int]] = {}
+        self.kinds: list[int] = []
+        """By task, a number for what it asks for: tasks that ask for the same have the same."""
+        numbers: dict[tuple[Shares, bool], int] = {}
         for place, task in enumerate(tasks):
-            self.queues.setdefault(task.lane, deque()).append(place)
-            for other in set(task.after):
+            lane, after = task.lane, task.after
+            if lane not in self.queues:
+                self.queues[lane] = deque()
+            self.queues[lane].append(place)
+            self.kinds.append(numbers.setdefault((task.shares, task.first), len(numbers)))
+            for other in set(after) if len(after) > 1 else after:
                 if not 0 <= other < place:
                     raise ValueError(
                         f"task {place} ({task.cause}) waits for task {other}, which is not before it"
                     )
                 self.missing[place] += 1
                 self.dependents[other].append(place)
-        self.busy: dict[str, int] = {}
-        self.left: dict[int, float] = {}
+        self.busy: set[str] = set()
+        self.running: list[int] = []
+        self.left: list[float] = []
+        """By task that runs, what it still takes."""
         self.now = 0.0
+        self.known: dict[tuple[int, ...], tuple[float, ...]] = {}
+        """How fast tasks of these kinds are beside each other."""
 
     def run(self) -> Run:
         fresh = list(self.queues)
         while True:
             while fresh:
                 fresh = self._start(fresh)
-            if not self.left:
+            if not self.running:
                 break
             fresh = self._advance()
         starts, ends, waited = tuple(self.starts), tuple(self.ends), tuple(self.waited)
@@ -94,49 +111,59 @@ class _Simulation:
         """Starts what can start on these lanes; gives the lanes on which more may be possible."""
         again: list[str] = []
         for lane in lanes:
+            if lane in self.busy:
+                continue
             queue = self.queues[lane]
-            if lane in self.busy or not queue or self.missing[queue[0]]:
+            if not queue or self.missing[queue[0]]:
                 continue
             place = queue.popleft()
             self.starts[place] = self.now
-            if self.tasks[place].seconds <= 0:
+            seconds = self.tasks[place].seconds
+            if seconds <= 0:
                 again += self._end(place)
             else:
-                self.busy[lane] = place
-                self.left[place] = self.tasks[place].seconds
+                self.busy.add(lane)
+                self.running.append(place)
+                self.left.append(seconds)
         return again
 
     def _advance(self) -> list[str]:
         """To the next end of a task."""
-        rates = self._rates()
-        step = min(self.left[place] / rate for place, rate in rates.items())
+        running, left = self.running, self.left
+        kinds = tuple([self.kinds[place] for place in running])
+        rates = self.known.get(kinds)
+        if rates is None:
+            rates = self.known[kinds] = self._rates()
+        step = min(map(truediv, left, rates))
         self.now += step
-        done = [p for p, rate in rates.items() if self.left[p] - step * rate <= 1e-12 * self.tasks[p].seconds]
-        for place, rate in rates.items():
-            self.left[place] -= step * rate
+        self.running, self.left = [], []
         lanes: list[str] = []
-        for place in done:
-            del self.left[place]
-            del self.busy[self.tasks[place].lane]
-            lanes += self._end(place)
+        for place, before, rate in zip(running, left, rates, strict=True):
+            rest = before - step * rate
+            if rest <= 1e-12 * self.tasks[place].seconds:
+                self.busy.remove(self.tasks[place].lane)
+                lanes += self._end(place)
+            else:
+                self.running.append(place)
+                self.left.append(rest)
         return lanes
 
-    def _rates(self) -> dict[int, float]:
+    def _rates(self) -> tuple[float, ...]:
+        running = [self.tasks[place] for place in self.running]
         asked: dict[str, float] = {}
         taken: dict[str, float] = {}
-        for place in self.left:
-            sums = taken if self.tasks[place].first else asked
-            for resource, share in self.tasks[place].shares:
+        for task in running:
+            sums = taken if task.first else asked
+            for resource, share in task.shares:
                 sums[resource] = sums.get(resource, 0.0) + share
         slower = {name: max(1.0, total) for name, total in taken.items()}
         others = {
             name: max(1.0, total / max(1 - taken.get(name, 0.0), LEAST)) for name, total in asked.items()
         }
-        return {
-            place: 1.0
-            / max(((slower if task.first else others)[name] for name, _ in task.shares), default=1.0)
-            for place, task in ((place, self.tasks[place]) for place in self.left)
-        }
+        return tuple(
+            1.0 / max(((slower if task.first else others)[name] for name, _ in task.shares), default=1.0)
+            for task in running
+        )
 
     def _end(self, place: int) -> list[str]:
         task = self.tasks[place]
