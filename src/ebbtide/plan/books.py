@@ -52,27 +52,20 @@ class Books:
     def task(
         self, lane: str, seconds: float, after: Iterable[int], moment: int, nbytes: int = 0, cause: str = ""
     ) -> int:
+        """`after`: tasks, or -1 for none."""
+        known = tuple(sorted(set(after)))
+        if known and known[0] < 0:
+            known = known[1:]
+        shares = self._shares(lane, seconds, nbytes) if lane in MOVES else self.rates.shares(lane)
         first = lane == HOST and not self.rates.on_cpu
-        known = tuple(sorted({place for place in after if place >= 0}))
-        self.tasks.append(
-            Task(
-                lane,
-                seconds,
-                known,
-                self._shares(lane, seconds, nbytes),
-                cause or lane,
-                moment,
-                nbytes,
-                first,
-            )
-        )
+        self.tasks.append(Task(lane, seconds, known, shares, cause or lane, moment, nbytes, first))
         return len(self.tasks) - 1
 
     def _shares(self, lane: str, seconds: float, nbytes: int) -> Shares:
-        """What a task takes of what is shared; of memory what its bytes ask for over its seconds, for nothing flows
-        while a move only begins."""
+        """What a move takes of what is shared; of memory what its bytes ask for over its seconds, for nothing flows
+        while it only begins."""
         found = self.rates.shares(lane)
-        if lane not in MOVES or not seconds:
+        if not seconds:
             return found
         flowing = nbytes / self.rates.machine.links.host_device / seconds
         return tuple((name, share if name == CORES else share * flowing) for name, share in found)
@@ -94,6 +87,8 @@ class Books:
 
     def room_for(self, count: int, moment: int) -> list[int]:
         """The tasks that must end before `count` more bytes fit in a moment."""
+        if not self.leaving:
+            return []
         budget = self.job.settings.device - self.plan.static_bytes - self.plan.levels[moment]
         over = self.occupied + self.leaving_bytes + count - budget
         waits: list[int] = []

@@ -38,6 +38,7 @@ class Plan:
     triggers: tuple[tuple[Trigger, ...], ...]
     items: tuple[tuple[str, int], ...]
     firsts: dict[tuple[str, int], tuple[int, ...]]
+    uses: tuple[Use, ...]
     residency: Residency
     host: HostSide
     take_over: bool
@@ -140,6 +141,7 @@ class Draft:
             tuple(tuple(group) for group in triggers),
             items,
             {key: tuple(sorted(set(moments))) for key, moments in firsts.items()},
+            self.uses,
             residency,
             self.host,
             settings.take_over,

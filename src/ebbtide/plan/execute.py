@@ -15,10 +15,10 @@ from ebbtide.plan.job import Job
 from ebbtide.plan.pace import pace
 from ebbtide.plan.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE
 from ebbtide.plan.residency import FREE, KEEP, SPILL, STALE, Use
-from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
+from ebbtide.plan.shape import PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.plan.simulate import Task, simulate
 from ebbtide.plan.stage import SLOTS
-from ebbtide.plan.uses import last_arrivals, straight_bytes, uses_of
+from ebbtide.plan.uses import last_arrivals, straight_bytes
 
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
@@ -63,14 +63,11 @@ class _Walk(Books):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         device = frozenset(i for i, home in enumerate(self.plan.homes) if home == "device")
-        uses = uses_of(self.shape, self.plan.record, job.settings, device)
         self.pinned = job.settings.placement == "static"
-        if self.pinned:
-            uses = [use for use in uses if self.items[use.item][0] in (GRAD, WHOLE_GRAD)]
         length = len(self.plan.levels)
         self.starts: list[list[Use]] = [[] for _ in range(length)]
         self.ends: list[list[Use]] = [[] for _ in range(length)]
-        for use in uses:
+        for use in self.plan.uses:
             self.starts[use.first].append(use)
             self.ends[use.last].append(use)
         record = self.plan.record

@@ -143,6 +143,9 @@ class _Replay:
         return [(item.resident, item.dirty, item.stale) for item in self.items]
 
     def _step(self, now: int, moment: int, moves: list[Move]) -> None:
+        if not self.starts[moment]:
+            self._make_room(now, moment, 0, moves)
+            return
         arriving: dict[int, Use] = {}
         for use in self.starts[moment]:
             item = self.items[use.item]
