@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.forecaster import Forecaster, Workload
 from ebbtide.models import find_model
+from ebbtide.plan.execute import step_seconds
 from ebbtide.plan.forecast import look
+from ebbtide.plan.job import Job
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.strategies import STRATEGIES, set_up
 from ebbtide.plan.verdict import CHANGES
@@ -149,7 +152,7 @@ def test_a_machine_measured_in_another_precision_is_noted() -> None:
         (measured, "fp32", False),
         (measured, "bf16", True),
     ):
-        found = Forecaster("gpt2-tiny", {"precision": precision}).answer(one, Workload(1, 64))
+        found = Forecaster(SMALL, {"precision": precision}).answer(one, Workload(1, 64), explain=False)
         assert any("measured in fp32" in note for note in found.notes) == noted
 
 
@@ -378,6 +381,29 @@ def test_a_flag_goes_before_the_budget_of_the_config(
     assert answer(plan, *flags, "--device-memory", "1GB")["fits"]
 
 
+def test_a_search_by_seconds_tries_few_plans_and_finds_none_that_is_slower_than_by_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With more memory no slower ones either. All choices with every room took half a minute, for models of millions of
+    parameters, and left out those with all the room there is."""
+    tried: list[Job] = []
+
+    def counted(job: Job) -> float:
+        tried.append(job)
+        return step_seconds(job)
+
+    monkeypatch.setattr("ebbtide.plan.forecast.step_seconds", counted)
+    machine, before = Machine.read("pc-8gb"), math.inf
+    for megabytes in (30, 45, 60, 80, 120):
+        tried.clear()
+        question = TINY.question(machine.with_memory(device=megabytes * 10**6), Workload(2, 128), "ebbtide")
+        found = look(question).step_seconds
+        assert found is not None and 1 < len(tried) < 40
+        assert found <= (look(question, quick=True).step_seconds or 0)
+        assert found <= before * (1 + 1e-6)
+        before = found
+
+
 @pytest.mark.parametrize("config", [{"experts": "gathered"}, {"updates": "in-backward"}])
 def test_experts_are_gathered_where_the_engine_does(config: dict[str, object]) -> None:
     machine = Machine.read("v100-node").with_devices(2)
@@ -456,8 +482,8 @@ def largest_of_family(strategy: str, gpus: int, names: list[str]) -> str | None:
 
 
 def test_patrickstar_trains_what_its_authors_measured() -> None:
-    """Published: 12B on one device; ours may be one size off."""
-    assert largest_of_family("patrickstar", 1, ["gpt-12b", "gpt-15b", "gpt-18b"]) in ("gpt-12b", "gpt-15b")
+    """Published: 12B on one device; ours may be one size off, which is 15B."""
+    assert largest_of_family("patrickstar", 1, ["gpt-12b", "gpt-18b"]) == "gpt-12b"
 
 
 @pytest.mark.heavy
@@ -467,7 +493,8 @@ def test_patrickstar_trains_what_its_authors_measured_on_eight() -> None:
 
 
 def test_plain_pytorch_trains_what_the_authors_of_patrickstar_measured() -> None:
-    assert largest_of_family("all-on-device", 1, ["gpt-1b", "gpt-2b", "gpt-4b"]) in ("gpt-1b", "gpt-2b")
+    """It may be the next, 2B."""
+    assert largest_of_family("all-on-device", 1, ["gpt-1b", "gpt-4b"]) == "gpt-1b"
 
 
 @pytest.mark.heavy

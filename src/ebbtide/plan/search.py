@@ -24,7 +24,7 @@ Cost = Callable[[Plan], float]
 
 CANDIDATES = 16
 REFINEMENTS = 6
-SMALL = 20_000
+SMALL = 500
 """Moments times chunks: of what is small, all that the device may hold is tried with every room."""
 RUNGS = 32
 """Of room, in a factor of two."""
@@ -95,7 +95,7 @@ class Search:
             count = total * number // CANDIDATES
             if self._try(self._held(count), device, floor):
                 best = count
-            if self.best is not None and not self.best.traffic:
+            if self.cost is None and self.best is not None and not self.best.traffic:
                 return best
         for _ in range(REFINEMENTS):
             step //= 2
