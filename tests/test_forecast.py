@@ -132,6 +132,19 @@ def test_what_would_fit_does(plan: Callable[..., tuple[int, str, str]]) -> None:
             assert answer(plan, *flags, "--device-memory", size)["fits"], change
 
 
+def test_what_would_fit_asks_for_no_more_ram_than_there_is(
+    plan: Callable[..., tuple[int, str, str]],
+) -> None:
+    """Where the cores are the device, a small budget is of the same RAM."""
+    flags = ["--model", "gpt2-tiny", "--machine", "laptop", "--seq", "64"]
+    found = answer(plan, *flags, "--device-memory", "1MB")
+    assert not found["fits"] and found["short"]["tier"] == "device"
+    (change,) = (one for one in found["would_fit"] if "memory" in one)
+    tier, size = change.split(".memory = ")
+    assert tier == "device"
+    assert answer(plan, *flags, "--device-memory", size.strip('"'))["fits"]
+
+
 def test_the_largest_fits_and_the_next_does_not(plan: Callable[..., tuple[int, str, str]]) -> None:
     flags = ["--machine", "pc-8gb", "--seq", "128", "--device-memory", "200MB", "--host-memory", "260MB"]
     found = answer(plan, "--model", SMALL, *flags, "--find-max", "model")

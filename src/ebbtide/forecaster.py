@@ -19,6 +19,7 @@ from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations as checkpoint
 from ebbtide.plan.activations import ALL, CHECKPOINTS, OFF
+from ebbtide.plan.enough import more_memory
 from ebbtide.plan.forecast import Outlook, Question, look
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.strategies import Ask, Model
@@ -27,7 +28,6 @@ from ebbtide.record import Record
 from ebbtide.strict import Auto
 from ebbtide.tracing.alone import Trace, trace
 from ebbtide.tracing.elsewhere import RULES
-from ebbtide.units import round_up
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -334,7 +334,7 @@ class Forecaster:
                 fitting.append(f"--batch {batch}")
                 break
             batch //= 2
-        fitting += _more_memory(self.question(machine, work, strategy), found)
+        fitting += more_memory(self.question(machine, work, strategy), found)
         return fitting
 
 
@@ -364,44 +364,6 @@ def _said(budget: int | Auto) -> int | None:
 
 def _can_checkpoint(model: object) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False))
-
-
-def _more_memory(question: Question, found: Outlook) -> list[str]:
-    """How much more of the tier that is short would do; several tries, for chunks do not divide as bytes do."""
-    machine, short = question.ask.machine, found.short
-    for _ in range(6):
-        if short is None:
-            return []
-        machine = _with_more(machine, short.tier, short.bytes)
-        other = look(replace(question, ask=replace(question.ask, machine=machine)), quick=True)
-        if other.fits:
-            before = question.ask.machine
-            changed = [
-                tier for tier in ("device", "host", "ssd") if getattr(machine, tier) != getattr(before, tier)
-            ]
-            return [
-                " and ".join(
-                    f'{tier}.memory = "{_megabytes(getattr(machine, tier).memory)}"' for tier in changed
-                )
-            ]
-        short = other.short
-    return []
-
-
-def _with_more(machine: Machine, tier: str, count: int) -> Machine:
-    each = 1 if tier == "device" else machine.devices_per_node
-    tiers = {tier}
-    if machine.device.kind == "cpu" and tier == "device":
-        tiers.add("host")  # it is the same RAM
-    changes: dict[str, Any] = {}
-    for name in tiers:
-        section = getattr(machine, name)
-        changes[name] = replace(section, memory=round_up(section.memory + count * each, 10**6))
-    return replace(machine, **changes)
-
-
-def _megabytes(count: int) -> str:
-    return f"{count // 10**6}MB" if count < 10**11 else f"{-(-count // 10**9)}GB"
 
 
 def _exchanges(record: Record, seen: Seen) -> dict[int, int]:
