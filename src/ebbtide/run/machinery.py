@@ -63,7 +63,7 @@ class Machinery:
     ) -> None:
         """`ranks`: those that share the chunks."""
         self.module, self.config = module, config
-        self.backend, self.ledger, self._peers = tiers.backend, tiers.ledger, tiers.rooms
+        self.backend, self.ledger = tiers.backend, tiers.ledger
         parameters, runs, units = find_units(module, list(choice.managed.values()))
         name_of = {id(p): n for n, p in choice.managed.items()}
         names = [name_of[id(p)] for p in parameters]
@@ -79,6 +79,7 @@ class Machinery:
         self.executor = Executor(self.data, config.eviction, Updater(background=config.prefetch))
         self.room, self.places = self.executor.room, self.executor.places
         self.course = self.executor.course
+        self.room.peers = tiers.rooms
         self._make_updates(kernels, ranks, companions)
         self._put_beside(choice, kernels)
         self.interceptor = Interceptor(module, parameters, runs, units, self.executor)
@@ -116,7 +117,7 @@ class Machinery:
     def _put_beside(self, choice: Choice, kernels: Mapping[str, Kernels]) -> None:
         """What goes on beside the chunks, and whether all of it has room."""
         config = self.config
-        self.room.peers, self.room.homes = self._peers, self.updates.homes
+        self.room.homes = self.updates.homes
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
         self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
