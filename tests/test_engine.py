@@ -310,6 +310,22 @@ def test_exceptions_leave_the_engine_usable(make: Any) -> None:
     engine.check_integrity()
 
 
+def test_a_region_that_an_exception_has_left_is_ended_with_its_pass(make: Any) -> None:
+    """Else its pair of hooks, and ours below it, stay for all passes that follow: they would save weights themselves.
+    Before 2.13 torch leaves that to the collector."""
+    engine = make(zoo.build("gpt2", "non-reentrant"), **TIGHT)
+    handle = engine.module.transformer.h[1].mlp.register_forward_hook(_raise)
+    with pytest.raises(ZeroDivisionError) as held:
+        engine(**zoo.ZOO["gpt2"].batch(0))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert held.value is not None
+    handle.remove()
+    for number in range(2):
+        step(engine, number)
+    assert not engine.stats()["diverged"]
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
 def _raise(*_: Any) -> None:
     raise ZeroDivisionError("on purpose")
 

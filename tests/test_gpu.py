@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 import ebbtide
 import zoo
-from harness import batch_of, config_of, expected, run, with_budget
+from ebbtide.bench.gpu_check import batch, gpt
+from harness import LR, batch_of, config_of, expected, run, with_budget
 
 pytestmark = pytest.mark.gpu
 STEPS = 4
@@ -99,3 +101,31 @@ def test_the_allocator_stays_within_the_budget() -> None:
         assert torch.cuda.max_memory_allocated() - before <= budget + engine.stats()["fixed_bytes"]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_large_moves(updates: str) -> None:
+    """Copies that take as long as what is computed beside them: whoever does not wait for one reads something else."""
+    clip = 1.0 if updates == "exact" else None
+    config = {"updates": updates, "clip": clip, "poison": True, "optimizer": {"lr": LR}}
+    model = gpt(4, 1536).build(0)
+
+    def trained(**changes: Any) -> tuple[str, dict[str, Any]]:
+        engine = ebbtide.initialize(deepcopy(model), config | {"device": CUDA} | changes)
+        given = {key: value.to(engine.device) for key, value in batch(2, 512).items()}
+        try:
+            for _ in range(STEPS):
+                engine.backward(engine(**given).loss)
+                engine.step()
+            return engine.weights_sha256(), engine.stats()
+        finally:
+            engine.close()
+
+    sha, free = trained()
+    model_data = sum(free["tags"]["device"].values())
+    for share in (2, 4):
+        tight = {"device": {**CUDA, "memory": free["non_model_peak"] + model_data // share}}
+        for change in ({}, {"prefetch": False}, {"placement": "host"}):
+            found, stats = trained(**tight, **change)
+            assert found == sha
+            assert stats["moved_bytes"]["host_to_device"] > 0

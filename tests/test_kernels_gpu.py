@@ -140,12 +140,31 @@ def test_sums_of_many_blocks():
     assert float(TRITON.sum_of_squares(x)) == float(FALLBACK.sum_of_squares(x))
 
 
-def test_sums_stay_on_the_device():
-    x = torch.ones(5000, device=DEVICE)
-    for total in (TRITON.sum_of_squares(x), TRITON.capture(torch.zeros_like(x), x, True)):
-        assert isinstance(total, torch.Tensor)
-        assert (total.device, total.dtype) == (x.device, torch.float64)
-        assert float(total) == 5000.0
+def test_sums_stay_on_the_device_until_they_are_read():
+    x, empty = torch.ones(5000, device=DEVICE), torch.ones(0, device=DEVICE)
+    sums = [TRITON.sum_of_squares(x), TRITON.capture(torch.zeros_like(x), x, True)]
+    assert all(one.parts.device == x.device and one.parts.dtype == torch.float64 for one in sums)
+    assert TRITON.read([*sums, 7.0, TRITON.sum_of_squares(empty)]) == [5000.0, 5000.0, 7.0, 0.0]
+    assert TRITON.read([]) == []
+
+
+def test_vectors_of_any_alignment_one_after_the_other():
+    """What Triton compiles for one is not right for another."""
+    x, y = wild(6000, 1), wild(6000, 2)
+    for first, last in ((0, 4096), (0, 4096), (1, 4097), (0, 4095), (3, 5003), (0, 4096), (7, 8)):
+        mine, theirs, source = x[first:last].clone(), x[first:last].clone(), y[first:last]
+        for one, space in ((TRITON, mine), (FALLBACK, theirs)):
+            one.capture(space, source, False)
+        assert same(mine, theirs)
+        found = float(TRITON.sum_of_squares(source.nan_to_num(0.5, 2.0, -2.0)))
+        assert found == float(FALLBACK.sum_of_squares(source.nan_to_num(0.5, 2.0, -2.0)))
+        there, states = x.clone()[first:last], tuple(torch.zeros_like(x)[first:last] for _ in "mv")
+        operands = Operands(there, source, None, states)
+        expected = copy_of(operands)
+        for one, some in ((TRITON, operands), (FALLBACK, expected)):
+            one.update(ADAMW, some, ADAMW.coefficients(GROUP, 2, 0.5))
+        for a, b in zip(written(operands), written(expected), strict=True):
+            assert same(a, b), (first, last)
 
 
 def test_split_join_copy():

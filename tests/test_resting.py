@@ -60,6 +60,71 @@ def test_numbers_and_books_are_those_of_passes_that_are_followed(name: str, chan
     assert found[0] == found[1]
 
 
+BESIDE_A_HOST = {"host": {"memory": 8_000_000}}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, LINE, {"precision": "fp32", "clip": None}], ids=["plain", "accumulated", "fp32"]
+)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_where_chunks_could_move_they_are_held(name: str, changes: dict[str, Any]) -> None:
+    shas = []
+    for rests in (True, False):
+        engine = engine_of(name, rests, **BESIDE_A_HOST, **changes)
+        rested = steps(engine, name, range(6))
+        assert all(rested[3 * engine.config.accumulate :]) is any(rested) is rests
+        engine.check_integrity()
+        assert not any(chunk.pins for chunk in engine._session.store.chunks.values())
+        found = engine.stats()
+        assert found["peak_bytes"]["device"] <= found["budget_bytes"]["device"]
+        shas.append((engine.weights_sha256(), found["moved_bytes"], found["traces"]))
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+def test_held_chunks_may_leave_when_the_pass_is_over_or_given_up() -> None:
+    """An evaluation that needs their room, a pass that raises, one whose loss is dropped, another engine."""
+    shas = []
+    for rests in (True, False):
+        engine = engine_of("gpt2", rests, **BESIDE_A_HOST)
+        steps(engine, "gpt2", range(4))
+        store, batch = engine._session.store, zoo.ZOO["gpt2"].batch(1)
+
+        def pinned(store: Any = store) -> set[int]:
+            return {chunk.pins for chunk in store.chunks.values() if chunk.kind == "param"}
+
+        loss = engine(**batch).loss
+        assert pinned() == ({1} if rests else {0})
+        with torch.no_grad():
+            engine(**batch)
+        del loss  # dropped: the next pass begins anew
+        engine.backward(engine(**batch).loss)
+        assert pinned() == {0}
+        engine.step()
+        handle = engine.module.transformer.h[1].register_forward_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            engine(**batch)
+        handle.remove()
+        assert pinned() == {0}
+        for chunk in store.chunks.values():
+            if chunk.kind == "param":
+                engine._session.room.evict(chunk)
+        with torch.no_grad():
+            assert torch.isfinite(engine(**batch).loss)
+        steps(engine, "gpt2", range(4, 6))
+        other = ebbtide.initialize(zoo.build("gpt2"), config_of(host={"memory": 8_000_000}))
+        assert not any(steps(engine, "gpt2", range(6, 8)))
+        other.close()
+        engine.check_integrity()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+def _raise(*_: Any) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 def test_checkpointed_regions_run_again_unnoticed(checkpointing: str) -> None:
     """But where torch's own hooks count what is saved in them: ours must be there in the first run and in the second."""

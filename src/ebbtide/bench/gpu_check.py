@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ SECONDS = 520
 FOR_OFFLOAD = 200
 """Of these, what the tests leave."""
 TESTS = ("tests/test_gpu.py", "tests/test_kernels_gpu.py")
+WORKERS = 8
+"""Processes that test beside each other: each takes half a gigabyte of the card for itself."""
 
 
 def gpt(layers: int, width: int) -> Any:
@@ -59,6 +63,8 @@ def tests(left: float) -> dict[str, Any]:
     """The tests for a GPU, in a process of their own; what it wrote is kept where it failed, or was stopped."""
     _let_go()
     command = [sys.executable, "-m", "pytest", *TESTS, "-p", "no:cacheprovider", "--tb=short", "-v"]
+    if find_spec("xdist"):
+        command += ["-n", str(min(WORKERS, os.cpu_count() or 1))]
     with tempfile.TemporaryFile("w+") as said:
         try:
             allowed = max(60.0, left - FOR_OFFLOAD)
@@ -134,9 +140,9 @@ def _same_bits(kernels: Any) -> bool:
 def overhead(_: float) -> dict[str, Any]:
     """1B resident, against plain PyTorch with bf16 parameters and fp32 masters."""
     spec, data = gpt(20, 2048), batch(4, 1024)
-    plain = Plain(spec, data, torch.device("cuda"))
+    plain = Plain(spec, data, torch.device("cuda"), module=drawn_quickly(spec))
     plain.step()  # its optimizer state is there before ours counts what lies beside it
-    ours = Ours(spec, data, {"clip": None})
+    ours = Ours(spec, data, {"clip": None}, module=drawn_quickly(spec))
     try:
         ours.step()
         before = ours.engine.stats()["moved_bytes"]

@@ -69,8 +69,10 @@ class Plain:
         batch: Mapping[str, torch.Tensor],
         device: torch.device,
         precision: str = "bf16",
+        module: nn.Module | None = None,
     ) -> None:
-        self.module = built(model).to(device)
+        """`module`, where it is at hand, goes before one with drawn weights."""
+        self.module = (module or built(model)).to(device)
         self.apart = precision != "fp32"
         self.masters = list(self.module.parameters())
         if self.apart:
@@ -105,7 +107,6 @@ class Ours:
         checkpoint: bool = False,
         module: nn.Module | None = None,
     ) -> None:
-        """`module`, where it is at hand, goes before one with drawn weights."""
         module = module or built(model)
         if checkpoint:
             module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from ebbtide.errors import UnsupportedError
 from ebbtide.intercept.observer import Observer
 from ebbtide.intercept.runs import ParameterRun, Unit
-from ebbtide.intercept.saved import SavedTensors
+from ebbtide.intercept.saved import SavedTensors, end_regions
 from ebbtide.intercept.sums import own_parts
 
 
@@ -233,8 +233,9 @@ class Interceptor:
             if not self._resting:
                 self._saved.push()
             yield
-        except BaseException:
+        except BaseException as error:
             self._close_down_to(depth)
+            end_regions(error)
             self.active = active  # an interrupt may have come between `_enter` and its frame
             raise
         finally:

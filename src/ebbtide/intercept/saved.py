@@ -6,14 +6,21 @@ they would hold weights in place until they are used. So a pair is pushed at eac
 parameters, inside whatever is there, and hands what is not ours to that outer pair. It takes the same
 tensors in the first run and in the recomputation, so the outer pair's count stays right, as long as it is pushed
 in both or in neither (`beside_others`).
+
+Note [regions left by an exception]: before torch 2.13 such a region is a generator that waits at its end. Where forward
+raises in it, its pair stays pushed until the collector finds the generator, and what is below stays for ever: for every
+pass of the process that follows, another engine's, too. So these are ended with the pass (`end_regions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isgenerator
+from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from ebbtide.intercept.kept import Kept
 from ebbtide.intercept.observer import Observer
@@ -22,6 +29,7 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
+_REGIONS = torch.utils.checkpoint.__file__
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -97,3 +105,12 @@ class SavedTensors:
 def _ours(hooks: Hooks | None) -> _Pair | None:
     pair = None if hooks is None else getattr(hooks[0], "__self__", None)
     return pair if isinstance(pair, _Pair) else None
+
+
+def end_regions(error: BaseException) -> None:
+    """Those that an exception has left, the innermost first."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename == _REGIONS]
+    for frame in reversed(frames):
+        for value in frame.f_locals.values():
+            if isgenerator(value):
+                value.close()

@@ -165,8 +165,7 @@ class Kernels(Protocol):
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         """Copy or add a gradient; returns the sum of squares of the result, in memory order.
 
-        It is finite exactly if every element is. On a GPU it is a tensor, and reading it waits for the
-        device.
+        It is finite exactly if every element is. On a GPU, reading it waits for the device.
         """
 
     def weigh(self, destination: Tensor, source: Tensor, weight: float, add: bool) -> None:
@@ -174,6 +173,9 @@ class Kernels(Protocol):
 
     def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
         """The same sum, of what is there already."""
+
+    def read(self, sums: Sequence[SupportsFloat]) -> list[float]:
+        """The numbers behind such sums, all in one go."""
 
     def block_sums(self, flat: Tensor) -> Tensor:
         """The sums of its blocks, in fp64, where the vector begins on a block's border (Note "sums")."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from queue import SimpleQueue
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -90,6 +91,9 @@ class NativeKernels:
         require_vectors(flat)
         _require_cpu(flat)
         return self._sum("look", flat, None)
+
+    def read(self, sums: Sequence[SupportsFloat]) -> list[float]:
+        return [float(one) for one in sums]
 
     def block_sums(self, flat: Tensor) -> Tensor:
         require_vectors(flat)

@@ -6,13 +6,18 @@ adds two numbers. bf16 memory is handled as int16 bits; offsets are 64 bits wide
 Triton.
 
 Rules without a kernel here, and the rare conversions of master weights, run through the fallback.
+
+Note [many small launches]: a model has hundreds of gradients, and Triton takes longer to find out which of its compiled
+kernels a call wants than most of them take to run. So that is remembered here (`_Kernel`), and what a gradient's blocks
+add up to is finished by the host, for all gradients in one go, when somebody asks (`Sums`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton compiles the functions under @triton.jit and reads annotations in its own way.
 
 from collections.abc import Sequence
-from typing import SupportsFloat
+from itertools import islice
+from typing import Any, SupportsFloat
 
 import torch
 import triton
@@ -23,8 +28,10 @@ from ebbtide.kernels.base import BLOCK, LANES, TYPES, Operands, form_of, require
 from ebbtide.kernels.fallback import FallbackKernels, memory
 from ebbtide.kernels.rule import Rule
 
-ELEMENTS, BLOCKS, SUMS = 1024, 8, 1024
+ELEMENTS, BLOCKS, SUMS = 1024, 32, 1024
 """What one program takes in an update, in sums of squares, in adding up those sums."""
+ALIGNED, NARROW = 16, 1 << 31
+"""Triton compiles anew for addresses and lengths that are no multiples of so much, and for lengths from so much on."""
 
 DECOUPLED = {"adam": False, "adamw": True}
 
@@ -118,6 +125,24 @@ def _adam(
 
 
 @triton.jit
+def _take(to_at, from_at, i, inside, DEED: tl.constexpr, TYPE: tl.constexpr):
+    """What will lie at `to_at`."""
+    if DEED == "look":
+        return tl.load(to_at + i, mask=inside, other=0)
+    stored = tl.load(from_at + i, mask=inside, other=0)
+    if DEED == "add":
+        before = tl.load(to_at + i, mask=inside, other=0)
+        stored = _nearest(_read(before, TYPE) + _read(stored, TYPE), TYPE)
+    return stored
+
+
+@triton.jit
+def _square(stored, TYPE: tl.constexpr):
+    x = _read(stored, TYPE).to(tl.float64)
+    return x * x
+
+
+@triton.jit
 def _squares(
     to_at,
     from_at,
@@ -132,19 +157,23 @@ def _squares(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     first = block[:, None] * BLOCK + tl.arange(0, LANES)[None, :]
     total = tl.zeros((BLOCKS, LANES), tl.float64)
-    for row in range(BLOCK // LANES):
+    for row in range(0, BLOCK // LANES, 4):
+        # Four at a time: what is written may be what is read next, for all that the compiler knows, so it would wait.
         i = first + row * LANES
-        inside = i < n
-        if DEED == "look":
-            stored = tl.load(to_at + i, mask=inside, other=0)
-        else:
-            stored = tl.load(from_at + i, mask=inside, other=0)
-            if DEED == "add":
-                before = tl.load(to_at + i, mask=inside, other=0)
-                stored = _nearest(_read(before, TYPE) + _read(stored, TYPE), TYPE)
-            tl.store(to_at + i, stored, mask=inside)
-        x = _read(stored, TYPE).to(tl.float64)
-        total += x * x
+        j, k, m = i + LANES, i + 2 * LANES, i + 3 * LANES
+        w = _take(to_at, from_at, i, i < n, DEED, TYPE)
+        x = _take(to_at, from_at, j, j < n, DEED, TYPE)
+        y = _take(to_at, from_at, k, k < n, DEED, TYPE)
+        z = _take(to_at, from_at, m, m < n, DEED, TYPE)
+        if DEED != "look":
+            tl.store(to_at + i, w, mask=i < n)
+            tl.store(to_at + j, x, mask=j < n)
+            tl.store(to_at + k, y, mask=k < n)
+            tl.store(to_at + m, z, mask=m < n)
+        total = total + _square(w, TYPE)
+        total = total + _square(x, TYPE)
+        total = total + _square(y, TYPE)
+        total = total + _square(z, TYPE)
     for k in tl.static_range(5):
         total = tl.sum(tl.reshape(total, (BLOCKS, 2, LANES >> (k + 1))), axis=1)
     tl.store(sums_at + block[:, None] + tl.arange(0, 1)[None, :], total, mask=block[:, None] * BLOCK < n)
@@ -159,8 +188,58 @@ def _pairwise(sums_at, out_at, n, SUMS: tl.constexpr):
     tl.store(out_at + tl.program_id(0) + tl.arange(0, 1), total)
 
 
+class _Kernel:
+    """A function in Triton, with what it was compiled to."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._made: dict[Any, Any] = {}
+
+    def __call__(
+        self, programs: int, tensors: Sequence[Tensor], length: int, numbers: Sequence[float], *constants: Any
+    ) -> None:
+        """`length`: of the vectors; more than 1, for Triton takes a 1 as part of the code."""
+        # The function is launched on the device that is current, as Triton does.
+        with torch.cuda.device_of(tensors[0]):
+            key, addresses = None, 0
+            for tensor in tensors:
+                addresses |= tensor.data_ptr()
+            if not addresses % ALIGNED and 1 < length < NARROW:
+                key = (tensors[0].device, length % ALIGNED == 0, *(t.dtype for t in tensors), *constants)
+                made = self._made.get(key)
+                if made is not None:
+                    made[(programs, 1, 1)](*tensors, length, *numbers, *constants)
+                    return
+            made = self._function[(programs,)](*tensors, length, *numbers, *constants, enable_fp_fusion=False)
+            if key is not None and made is not None:  # Triton's interpreter makes nothing
+                self._made[key] = made
+
+
+_ADAM, _SQUARES, _PAIRWISE = _Kernel(_adam), _Kernel(_squares), _Kernel(_pairwise)
+
+
+class Sums:
+    """The sum of squares of a vector: sums of its blocks, or of 1,024 of those, which are added up when it is read."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Tensor) -> None:
+        self.parts = parts
+
+    def __float__(self) -> float:
+        return _in_pairs(self.parts.tolist())
+
+
+def _in_pairs(sums: list[float]) -> float:
+    """As the kernel goes on (Note "sums" in base.py)."""
+    while len(sums) > 1:
+        odd = sums[-1:] if len(sums) % 2 else []
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)] + odd
+    return sums[0] if sums else 0.0
+
+
 class TritonKernels(FallbackKernels):
-    """`Kernels` in Triton (see base.py). Sums stay on the device, in tensors, until they are read."""
+    """`Kernels` in Triton (see base.py). Sums stay on the device until they are read."""
 
     def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
         o = operands
@@ -169,21 +248,17 @@ class TritonKernels(FallbackKernels):
         length = o.parameter.numel()
         if length == 0:
             return None
-        parameter, gradient = _raw(o.parameter), _raw(o.gradient)
-        with torch.cuda.device_of(o.parameter):
-            _adam[(triton.cdiv(length, ELEMENTS),)](
-                parameter,
-                gradient,
-                parameter if o.master is None else o.master,
-                *o.states,
-                length,
-                *coefficients,
-                DECOUPLED=DECOUPLED[rule.name],
-                FORM=form_of(o.parameter, o.master),
-                GRADIENT=TYPES[o.gradient.dtype],
-                SIZE=ELEMENTS,
-                enable_fp_fusion=False,
-            )
+        parameter = _raw(o.parameter)
+        _ADAM(
+            triton.cdiv(length, ELEMENTS),
+            (parameter, _raw(o.gradient), parameter if o.master is None else o.master, *o.states),
+            length,
+            coefficients,
+            DECOUPLED[rule.name],
+            form_of(o.parameter, o.master),
+            TYPES[o.gradient.dtype],
+            ELEMENTS,
+        )
         return None
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
@@ -196,34 +271,33 @@ class TritonKernels(FallbackKernels):
             return _sum("add" if add else "copy", memory(destination), memory(source))
         return super().capture(destination, source, add)
 
-    def sum_of_squares(self, flat: Tensor) -> Tensor:
+    def sum_of_squares(self, flat: Tensor) -> SupportsFloat:
         require_vectors(flat)
         return _sum("look", flat, flat)
+
+    def read(self, sums: Sequence[SupportsFloat]) -> list[float]:
+        """All in one go: reading waits for the device."""
+        parts = [one.parts for one in sums if isinstance(one, Sums)]
+        numbers = iter(torch.cat(parts).tolist() if parts else ())
+        return [
+            _in_pairs(list(islice(numbers, one.parts.numel()))) if isinstance(one, Sums) else float(one)
+            for one in sums
+        ]
 
 
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def _sum(deed: str, to: Tensor, source: Tensor) -> Tensor:
-    sums = torch.empty(triton.cdiv(to.numel(), BLOCK), dtype=torch.float64, device=to.device)
-    if sums.numel() == 0:
-        return sums.new_zeros(())
-    with torch.cuda.device_of(to):
-        _squares[(triton.cdiv(sums.numel(), BLOCKS),)](
-            _raw(to),
-            _raw(source),
-            sums,
-            to.numel(),
-            DEED=deed,
-            TYPE=TYPES[to.dtype],
-            BLOCKS=BLOCKS,
-            BLOCK=BLOCK,
-            LANES=LANES,
-            enable_fp_fusion=False,
-        )
-        while sums.numel() > 1:
-            fewer = sums.new_empty(triton.cdiv(sums.numel(), SUMS))
-            _pairwise[(fewer.numel(),)](sums, fewer, sums.numel(), SUMS=SUMS, enable_fp_fusion=False)
-            sums = fewer
-    return sums[0]
+def _sum(deed: str, to: Tensor, source: Tensor) -> Sums:
+    length = to.numel()
+    count = triton.cdiv(length, BLOCK)
+    sums = torch.empty(count, dtype=torch.float64, device=to.device)
+    if count:
+        vectors = (_raw(to), _raw(source), sums)
+        _SQUARES(triton.cdiv(count, BLOCKS), vectors, length, (), deed, TYPES[to.dtype], BLOCKS, BLOCK, LANES)
+    while count > SUMS:
+        fewer = sums.new_empty(triton.cdiv(count, SUMS))
+        _PAIRWISE(fewer.numel(), (sums, fewer), count, (), SUMS)
+        sums, count = fewer, fewer.numel()
+    return Sums(sums)

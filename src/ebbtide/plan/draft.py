@@ -63,6 +63,14 @@ class Plan:
         return frozenset(self.items[item] for item in self.residency.evicted)
 
     @cached_property
+    def highest(self) -> int:
+        """Bytes of the device, at the moment that takes the most."""
+        occupied = self.residency.occupied
+        return self.static_bytes + max(
+            (level + held for level, held in zip(self.levels, occupied, strict=True)), default=0
+        )
+
+    @cached_property
     def growth(self) -> tuple[int, ...]:
         """By moment: by how much non-model data and chunks together come to exceed the chunks that are there then."""
         occupied = self.residency.occupied

@@ -142,7 +142,7 @@ class Machinery:
         self.planning = Planning(
             self.config, self.executor, self.traces, self.homes, self.streaming, self.imagining, self.sharing
         )
-        still = self.updates.kept.always and self.planning.roomy and not self.updates.in_backward
+        still = self.config.device.memory == "auto" and self.sharing is None and not self.updates.in_backward
         others = companions or self.lock_free or self.room.activations
         self.resting = Resting(self.interceptor, self.updates, self.ledger, possible=still and others is None)
         self.unfreezing = Unfreezing(self.updates, self.room, self.homes, self.traces, self.sharing)

@@ -1,9 +1,11 @@
-"""Passes of which nobody need be told, for nothing can move.
+"""Passes of which nobody need be told, for nothing moves.
 
-Where the device is the only tier, and as large as the machine's memory allows, a pass that went as planned before is let
-alone: hooks return at once, and gradients are taken in when backward is over. What the tier held meanwhile is what the
-plan says. Whether the pass was the planned one, its gradients tell, and how many modules ran; if not, the next is
-followed, and traced again.
+Where the device is as large as the machine's memory allows, and either the only tier or has room for all, a pass that
+went as planned before is let alone: hooks return at once, and gradients are taken in when backward is over. What the
+tier held meanwhile is what the plan says. Whether the pass was the planned one, its gradients tell, and how many modules
+ran; if not, the next is followed, and traced again.
+
+Where there is a tier to go to, parameters are held where they are until the pass is over.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ebbtide.intercept import Interceptor
+from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.draft import Plan
 from ebbtide.record import FORWARD
@@ -35,6 +38,7 @@ class Resting:
         self._had_none: set[int] = set()
         self._arrived: set[int] = set()
         self._captured = 0
+        self._held: list[Chunk] = []
 
     @property
     def now(self) -> bool:
@@ -47,15 +51,39 @@ class Resting:
 
     def begin(self, known: Known | None, plan: Plan | None, offset: int) -> None:
         """A pass begins, at `offset` moments into the plan's iteration."""
+        self.end()
         ready = known is not None and known.followed and not known.stale
         rests = self._possible and ready and plan is not None and not plan.take_over
         rests = rests and not self._updates.sparse and not self._interceptor.others_listen
+        rests = rests and (self._ledger.device_alone or self._hold(plan))
         self._known, self._plan = (known, plan) if rests else (None, None)
         self._offset, self._before = offset, None
         self._captured = self._updates.captured
         self._arrived.clear()
         self._interceptor.unnoticed, self._interceptor.deaf = 0, False
         self._interceptor.rest(rests)
+
+    def _hold(self, plan: Plan | None) -> bool:
+        """Keeps the parameters on the device, where all of them are and the plan has none leave; whether that is so. Until
+        they are in their chunks, gradients lie beside: that needs room for one chunk more."""
+        data, room = self._updates.data, self._updates.executor.room
+        if plan is None or plan.traffic or len(room.peers) != 1 or not all(data.bound):
+            return False
+        chunks = [data.computed(index) for index in range(len(data.bound))]
+        spare = room.budget("device") - plan.highest
+        if any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks):
+            return False
+        for chunk in chunks:
+            chunk.pins += 1
+            self._held.append(chunk)
+        return True
+
+    def end(self) -> None:
+        """Chunks may move again, if they could."""
+        if self._held:
+            self._interceptor.rest(False)
+        while self._held:
+            self._held.pop().pins -= 1
 
     @contextmanager
     def reversing(self) -> Iterator[None]:
@@ -102,6 +130,7 @@ class Resting:
 
     def finish(self) -> None:
         """The pass is over."""
+        self.end()
         known = self._known
         assert known is not None
         units = sum(moment.phase == FORWARD for moment in known.record.moments)

@@ -180,6 +180,7 @@ class Session(Machinery):
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
         self._stop_recording()
+        self.resting.end()
         self.executor.let_go()
         self.executor.finish()
         for parameter in self.data.parameters:

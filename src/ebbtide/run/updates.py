@@ -222,12 +222,10 @@ class Updates:
             return self.shares.sums()
         self._look()
         members = [m for m, count in enumerate(self.arrived) if count]
-        waiting = [m for m in members if isinstance(self.squares[m], torch.Tensor)]
-        if waiting:
-            read = torch.stack([self.squares[m] for m in waiting]).tolist()
-            for member, value in zip(waiting, read, strict=True):
-                self.squares[member] = value
-        return {m: float(self.squares[m]) for m in members}
+        found = self.kernels["device"].read([self.squares[m] for m in members])
+        for member, value in zip(members, found, strict=True):
+            self.squares[member] = value
+        return dict(zip(members, found, strict=True))
 
     def nonfinite(self) -> list[str]:
         """The names of parameters whose gradient is not finite."""
