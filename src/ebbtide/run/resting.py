@@ -64,8 +64,8 @@ class Resting:
         self._interceptor.rest(rests)
 
     def _hold(self, plan: Plan | None) -> bool:
-        """Keeps the parameters on the device, where all of them are and the plan has none leave; whether that is so. Until
-        they are in their chunks, gradients lie beside: that needs room for one chunk more."""
+        """Keeps parameters on the device, where all of them are and the plan has none leave; whether that is so. Until
+        gradients are taken in they lie beside their chunks: that needs room for one chunk more."""
         data, room = self._updates.data, self._updates.executor.room
         if plan is None or plan.traffic or len(room.peers) != 1 or not all(data.bound):
             return False
