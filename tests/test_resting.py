@@ -10,6 +10,8 @@ from torch import nn
 
 import ebbtide
 import zoo
+from ebbtide.errors import NonFiniteError
+from ebbtide.run import chunk_updates
 from harness import Count, config_of
 
 LINE = {"accumulate": 2, "clip": 0.5}
@@ -79,6 +81,46 @@ def test_where_chunks_could_move_they_are_held(name: str, changes: dict[str, Any
         assert found["peak_bytes"]["device"] <= found["budget_bytes"]["device"]
         shas.append((engine.weights_sha256(), found["moved_bytes"], found["traces"]))
         engine.close()
+    assert shas[0] == shas[1]
+
+
+def test_updates_that_were_foreseen_take_what_is_decided_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are put together before the host knows how gradients are scaled, or what a hook of the optimizer's does to
+    the settings of some, or to a weight."""
+    taken: list[bool] = []
+    carry_out = chunk_updates.carry_out
+    monkeypatch.setattr(
+        chunk_updates, "carry_out", lambda *given: taken.append(carry_out(*given)) or taken[-1]
+    )
+    shas = []
+    for rests in (True, False):
+        module = zoo.build("gpt2")
+        biases = [p for n, p in module.named_parameters() if n.endswith("bias")]
+        others = [p for n, p in module.named_parameters() if not n.endswith("bias")]
+        engine = ebbtide.initialize(
+            module, config_of(**BESIDE_A_HOST), [{"params": biases}, {"params": others}]
+        )
+        engine._session.resting._possible = rests
+        steps(engine, "gpt2", range(4))
+        assert bool(taken) is rests and all(taken)
+
+        def change(optimizer: torch.optim.Optimizer, *_: Any, module: nn.Module = module) -> None:
+            optimizer.param_groups[0]["lr"] *= 0.5
+            with torch.no_grad():
+                module.transformer.ln_f.weight.mul_(1.5)
+
+        handle = engine.optimizer.register_step_pre_hook(change)
+        steps(engine, "gpt2", range(4, 6))
+        handle.remove()
+        assert (False in taken) is rests
+        taken.clear()
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(7)).loss * float("inf"))
+        with pytest.raises(NonFiniteError):
+            engine.step()
+        steps(engine, "gpt2", range(8, 10))
+        shas.append(engine.weights_sha256())
+        engine.close()
+        taken.clear()
     assert shas[0] == shas[1]
 
 

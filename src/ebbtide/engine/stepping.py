@@ -58,6 +58,7 @@ class Stepping(Held):
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
         updates = session.updates
+        session.foresee()
         bad = self._nonfinite(losses)
         if bad and (self._scaler is not None or self.config.nonfinite == "continue"):
             session.drop_gradients()

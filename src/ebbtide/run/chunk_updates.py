@@ -15,6 +15,7 @@ import torch
 from ebbtide.backend import Event
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
+from ebbtide.run.foreseen import Foreseen, carry_out, foresee
 from ebbtide.run.jobs import Bring, brought
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.model import ModelData, dense
@@ -51,6 +52,9 @@ class ChunkUpdates:
         self.steps = Steps(data, rule)
         self.homes: list[str] = []
         """By chunk: where its optimizer state lives."""
+        self._foreseen: dict[int, Foreseen] = {}
+        self._started: set[int] = set()
+        """Chunks whose update has been started as it was foreseen."""
         self._kinds = ("master", *rule.states)
 
     def state_chunks(self, index: int) -> list[Chunk]:
@@ -65,6 +69,29 @@ class ChunkUpdates:
                 self.store.reserve_ssd(state)
             elif state.free:
                 self.places.allocate(state, home)
+
+    def foresee(self, index: int, sources: Mapping[Chunk, Sequence[int]]) -> None:
+        """The chunk will be updated from these gradients, where they are now; how they are scaled is to be known."""
+        if self.homes[index] == "device" and len(sources) == 1:
+            [(source, members)] = sources.items()
+            found = foresee(
+                self.steps, self.data.parameter_chunk(index), self.state_chunks(index), source, members
+            )
+            if found is not None:
+                self._foreseen[index] = found
+
+    def start_foreseen(self, scale: float) -> None:
+        """The arithmetic of all updates that are as foreseen; `update` does the rest."""
+        for index, made in self._foreseen.items():
+            segments = list(self.steps.segments(made.members, scale, ahead=1))
+            if not self.data.written(index) and carry_out(made, segments, self.kernels["device"], self.rule):
+                self._started.add(index)
+        self._foreseen.clear()
+
+    def forget(self) -> None:
+        """Nothing of what was foreseen comes."""
+        self._foreseen.clear()
+        self._started.clear()
 
     def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
         """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
@@ -94,12 +121,15 @@ class ChunkUpdates:
         self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
     ) -> None:
         param = self.data.parameter_chunk(index)
-        with self.places.placed(param, "device"):
-            for source, members in sources.items():
-                with self.places.placed(source, "device"):
-                    self.run("device", index, _parts(self._segments({source: members}, scale), "device"))
-            self.run("device", index, self._parts_alone(alone, scale))
+        if index in self._started:
             self.store.written(param, "device")
+        else:
+            with self.places.placed(param, "device"):
+                for source, members in sources.items():
+                    with self.places.placed(source, "device"):
+                        self.run("device", index, _parts(self._segments({source: members}, scale), "device"))
+                self.run("device", index, self._parts_alone(alone, scale))
+                self.store.written(param, "device")
         for source in sources:
             if source is not param:
                 self.store.free(source)

@@ -211,6 +211,11 @@ class Session(Machinery):
 
     # -- update ---------------------------------------------------------------------------------------
 
+    def foresee(self) -> None:
+        """A step begins, and the host is to look at the gradients first."""
+        if self.resting.now and not self.updates.kept.always:
+            self.updates.foresee()
+
     def apply(self, scale: float) -> None:
         self.planning.portion.go_on()
         self.homes.settle()

@@ -43,19 +43,22 @@ class Steps:
                     self.group_of[index[id(parameter)]] = place
 
     def segments(
-        self, members: Sequence[int], scale: float, groups: Sequence[Mapping[str, Any]] = ()
+        self, members: Sequence[int], scale: float, groups: Sequence[Mapping[str, Any]] = (), ahead: int = 0
     ) -> Iterator[Segment]:
         """Neighbouring parameters with the same settings and step become one segment. `groups`: those that were, in
-        place of the optimizer's."""
+        place of the optimizer's. `ahead`: of the step so many further on."""
         groups = groups or self.groups
         open_: Segment | None = None
         shares = self.data.shares
+        known: dict[tuple[int, int], tuple[float, ...]] = {}
         for member in sorted(members, key=lambda m: shares[m].offset):
             place = shares[member]
             if not place.numel:
                 continue  # other ranks have it
-            group = groups[self.group_of[member]]
-            coefficients = self.rule.coefficients(group, self.counts[member], scale)
+            alike = self.group_of[member], self.counts[member] + ahead
+            coefficients = known.get(alike)
+            if coefficients is None:
+                coefficients = known[alike] = self.rule.coefficients(groups[alike[0]], alike[1], scale)
             if open_ is not None:
                 gap = place.offset - (open_.offset + open_.count)
                 if 0 <= gap < 1024 and coefficients == open_.coefficients:

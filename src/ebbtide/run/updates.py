@@ -233,10 +233,18 @@ class Updates:
 
     # -- updates --------------------------------------------------------------------------------------
 
+    def foresee(self) -> None:
+        """All gradients are in: what can be done of the updates before anybody knows their norm."""
+        for index in range(len(self.data.members)):
+            members = self._arrived(index)
+            if members and not any(member in self.kept for member in members):
+                self.chunks.foresee(index, self._sources(index, members))
+
     def apply(self, scale: float) -> None:
         """Starts the update of every chunk that has gradients, in forward order."""
         if self.lock_free is not None:
             self.lock_free.begin_step(self.steps.groups)
+        self.chunks.start_foreseen(scale)
         begun = self._begin_streaming(scale)
         for index in range(len(self.data.members)):
             members = self._arrived(index)
@@ -295,6 +303,7 @@ class Updates:
     def discard(self) -> None:
         """Forgets the gradients; parameters whose space they took come back from the master."""
         self.unwanted = True
+        self.chunks.forget()
         self.taken.drop()
         self._whole = None
         for member, parameter in enumerate(self.data.parameters):
