@@ -210,6 +210,35 @@ class Skipping(nn.Module):
         return x.float().square().mean()
 
 
+def test_what_was_foreseen_of_a_step_that_was_interrupted_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next one may be of a pass that reaches other parameters, and is followed."""
+
+    def interrupted(*_: Any) -> str:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    shas = []
+    for rests in (True, False):
+        engine = engine_of(Skipping(), rests, precision="bf16", **BESIDE_A_HOST)
+        engine.module.skip = 2
+        for number, rows in enumerate([8] * 5 + [4]):
+            x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(number)).bfloat16()
+            engine.backward(engine(x))
+            if number == 4:
+                assert engine._session.resting.now is rests
+                monkeypatch.setattr(type(engine), "_nonfinite", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.step()
+                engine.module.skip = -1
+            else:
+                engine.step()
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
 @pytest.mark.parametrize("other", ["skip", "again"], ids=["other gradients", "other modules"])
 def test_a_pass_that_is_another_has_the_next_followed_and_traced(other: str) -> None:
     found = []

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ebbtide.intercept import Interceptor
-from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan.draft import Plan
 from ebbtide.record import FORWARD
@@ -38,7 +37,8 @@ class Resting:
         self._had_none: set[int] = set()
         self._arrived: set[int] = set()
         self._captured = 0
-        self._held: list[Chunk] = []
+        self._held = False
+        """Whether parameters may be pinned by a pass that rests."""
 
     @property
     def now(self) -> bool:
@@ -73,17 +73,19 @@ class Resting:
         spare = room.budget("device") - plan.highest
         if any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks):
             return False
+        self._held = True  # first: whatever interrupts this, all of them are let go
         for chunk in chunks:
             chunk.pins += 1
-            self._held.append(chunk)
         return True
 
     def end(self) -> None:
-        """Chunks may move again, if they could."""
-        if self._held:
-            self._interceptor.rest(False)
-        while self._held:
-            self._held.pop().pins -= 1
+        """Chunks may move again, if they could: only `resident()` still has some."""
+        if not self._held:
+            return
+        self._interceptor.rest(False)
+        for index, residing in enumerate(self._updates.executor.places.residing):
+            self._updates.data.computed(index).pins = residing
+        self._held = False
 
     @contextmanager
     def reversing(self) -> Iterator[None]:

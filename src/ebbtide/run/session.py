@@ -213,6 +213,7 @@ class Session(Machinery):
 
     def foresee(self) -> None:
         """A step begins, and the host is to look at the gradients first."""
+        self.updates.chunks.forget()  # of a step that was interrupted
         if self.resting.now and not self.updates.kept.always:
             self.updates.foresee()
 
