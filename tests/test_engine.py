@@ -22,6 +22,7 @@ import zoo
 from ebbtide.backend import products
 from ebbtide.backend.slabs import in_pool
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.intercept.saved import end_regions
 from harness import batch_of, config_of
 
 TIGHT = {"device": {"memory": 1_400_000}}
@@ -324,6 +325,37 @@ def test_a_region_that_an_exception_has_left_is_ended_with_its_pass(make: Any) -
         step(engine, number)
     assert not engine.stats()["diverged"]
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_regions_that_an_error_of_an_error_has_left_are_ended() -> None:
+    """As torch before 2.13 leaves them: generators that wait, in frames of its own."""
+    source = "def region(pairs, run):\n    waiting = pairs()\n    next(waiting)\n    run()\n"
+    scope: dict[str, Any] = {}
+    exec(compile(source, torch.utils.checkpoint.__file__, "exec"), scope)
+    ended: list[str] = []
+
+    def pairs(name: str) -> Any:
+        try:
+            yield
+        finally:
+            ended.append(name)
+            if name == "inner":
+                raise ValueError("an end that fails")
+
+    def inner() -> None:
+        scope["region"](lambda: pairs("inner"), lambda: _raise())
+
+    def outer() -> None:
+        try:
+            scope["region"](lambda: pairs("outer"), inner)
+        except ZeroDivisionError as error:
+            raise KeyError("another") from error
+
+    with pytest.raises(KeyError) as found:
+        outer()
+    assert not ended
+    end_regions(found.value)
+    assert ended == ["inner", "outer"]
 
 
 def _raise(*_: Any) -> None:

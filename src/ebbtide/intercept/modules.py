@@ -48,7 +48,7 @@ class ParameterTable(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         run = self._runs.get(name)
-        if run is not None and not self._interceptor.active[run]:
+        if run is not None and not self._interceptor.active[run] and not self._interceptor.resting:
             self._interceptor.foreign_read(run)
         return dict.__getitem__(self, name)
 
@@ -90,7 +90,7 @@ class Interceptor:
         self._handles: list[Any] = []
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
         owned = Counter(run for _, unit in units for run in unit.runs)
-        self._resting = False
+        self.resting = False
         self.deaf = False
         """Gradients arrive of which the observer need not be told."""
         self.unnoticed = 0
@@ -158,12 +158,10 @@ class Interceptor:
 
     def rest(self, resting: bool) -> None:
         """Whether the observer need not be told of anything: every weight stays where it is, and may be read."""
-        if resting != self._resting:
-            self._resting = resting
-            self.active = [users + (1 if resting else -1) for users in self.active]
+        self.resting = resting
 
     def _enter(self, unit: Unit | None, module: nn.Module, args: Any) -> None:
-        if self._resting:
+        if self.resting:
             self.unnoticed += unit is not None
             return
         frame = _Frame(unit, False)
@@ -206,7 +204,7 @@ class Interceptor:
     def substituted(self, observer: Observer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Other parameters in place of the managed ones, and another observer: for an imagined pass. They stay
         until backward is over, for checkpoints read them again there."""
-        resting = self._resting
+        resting = self.resting
         self.rest(False)
         stand_in = {id(real): other for real, other in zip(self._parameters, parameters, strict=True)}
         previous, self.observer = self.observer, observer
@@ -230,13 +228,13 @@ class Interceptor:
         """Around a forward or backward pass of the whole model: hooks outermost, and no frame left behind."""
         depth, top, active = len(self._frames), self._saved.top(), list(self.active)
         try:
-            if not self._resting:
+            if not self.resting:
                 self._saved.push()
             yield
         except BaseException as error:
             self._close_down_to(depth)
-            end_regions(error)
             self.active = active  # an interrupt may have come between `_enter` and its frame
+            end_regions(error)
             raise
         finally:
             self._close_down_to(depth)

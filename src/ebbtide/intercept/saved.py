@@ -15,6 +15,7 @@ pass of the process that follows, another engine's, too. So these are ended with
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import isgenerator
 from traceback import walk_tb
 from typing import Any
@@ -107,10 +108,14 @@ def _ours(hooks: Hooks | None) -> _Pair | None:
     return pair if isinstance(pair, _Pair) else None
 
 
-def end_regions(error: BaseException) -> None:
-    """Those that an exception has left, the innermost first."""
+def end_regions(error: BaseException | None) -> None:
+    """Those that an exception has left, or the one that it was made of: the innermost first."""
+    if error is None:
+        return
+    end_regions(error.__cause__ or error.__context__)
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_filename == _REGIONS]
     for frame in reversed(frames):
         for value in frame.f_locals.values():
             if isgenerator(value):
-                value.close()
+                with suppress(Exception):  # it is the first error that is told
+                    value.close()

@@ -6,6 +6,8 @@ several valid ones all but one can be dropped without traffic. Writing makes the
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import torch
 
 from ebbtide.backend.base import Backend
@@ -16,7 +18,7 @@ from ebbtide.memory.host import HostSpace
 from ebbtide.memory.integrity import check_books
 from ebbtide.memory.ledger import Ledger
 from ebbtide.memory.ssd import SsdSpace
-from ebbtide.plan.shape import WHOLE
+from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.plan.stage import piece_bytes
 
 
@@ -44,6 +46,8 @@ class Copies:
         self.near = "host" if ledger.budgets["host"] else "device"
         """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.graphs: WeakSet[object] = WeakSet()
+        """One for each graph of autograd's that has saved weights as they are, and not where they will be."""
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
         size = self.layout.chunks[index].size
@@ -164,8 +168,8 @@ class Copies:
 
     def in_use(self, chunk: Chunk) -> bool:
         """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running
-        backward operator, a view that somebody keeps)."""
-        if chunk.pins or chunk.worked_on:
+        backward operator, a view that somebody keeps); or a graph wants it as it is."""
+        if chunk.pins or chunk.worked_on or (chunk.kind in (PARAM, WHOLE) and self.graphs):
             return True
         return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases
 

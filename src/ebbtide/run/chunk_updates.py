@@ -86,6 +86,8 @@ class ChunkUpdates:
             segments = list(self.steps.segments(made.members, scale, ahead=1))
             if not self.data.written(index) and carry_out(made, segments, self.kernels["device"], self.rule):
                 self._started.add(index)
+                # At once: the chunk may leave for another's update before its own books are kept.
+                self.store.written(self.data.parameter_chunk(index), "device")
         self._foreseen.clear()
 
     def forget(self) -> None:
@@ -121,9 +123,7 @@ class ChunkUpdates:
         self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
     ) -> None:
         param = self.data.parameter_chunk(index)
-        if index in self._started:
-            self.store.written(param, "device")
-        else:
+        if index not in self._started:
             with self.places.placed(param, "device"):
                 for source, members in sources.items():
                     with self.places.placed(source, "device"):

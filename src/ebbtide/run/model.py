@@ -129,6 +129,8 @@ class ModelData:
         """Told of chunks that the user has written into in place."""
         self.before_values: Callable[[], None] = lambda: None
         """Called before values are read or written by name: pending updates end."""
+        self.before_unbinding: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives whom to call before parameters become placeholders."""
         self.written_on_ssd: Callable[[int], None] = lambda index: None
         """Told of chunks whose copies on SSD were written by name."""
         self._versions: list[int | None] = [None] * len(layout.chunks)
@@ -205,6 +207,9 @@ class ModelData:
         """Before the chunk leaves: its parameters become loud placeholders."""
         if not self.bound[index]:
             return
+        told = self.before_unbinding()
+        if told is not None:
+            told()
         chunk = self.computed(index)
         assert chunk.device is not None
         self.bound[index] = False  # first: whatever interrupts this, who needs them binds all of them again

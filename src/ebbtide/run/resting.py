@@ -5,7 +5,10 @@ went as planned before is let alone: hooks return at once, and gradients are tak
 tier held meanwhile is what the plan says. Whether the pass was the planned one, its gradients tell, and how many modules
 ran; if not, the next is followed, and traced again.
 
-Where there is a tier to go to, parameters are held where they are until the pass is over.
+Note [graphs that rest]: what such a pass saves for backward is the weights themselves, not where they will be. So where
+there is a tier to go to, they are held as long as a graph that was made so may be run backward: what leads to a
+parameter's gradient is there just as long as some graph leads there, and carries a mark. When parameters leave after
+all, nothing rests any more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakMethod
+
+from torch.autograd.graph import get_gradient_edge
 
 from ebbtide.intercept import Interceptor
 from ebbtide.memory.ledger import Ledger
@@ -21,6 +28,14 @@ from ebbtide.record import FORWARD
 from ebbtide.run.traces import Known
 from ebbtide.run.untold import Untold
 from ebbtide.run.updates import Updates
+
+_KEY = "ebbtide: weights saved as they are"
+
+
+class _Mark:
+    """Of graphs that have saved weights as they are: it is there as long as one of them is."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Resting:
@@ -37,13 +52,22 @@ class Resting:
         self._had_none: set[int] = set()
         self._arrived: set[int] = set()
         self._captured = 0
-        self._held = False
-        """Whether parameters may be pinned by a pass that rests."""
+        self._graphs = updates.data.store.graphs
+        self._nodes: list[Any] = []
+        """What leads to the parameters' gradients, while a graph is being made."""
+        self._alone = False
+        """Whether there were no graphs when the pass began."""
+        updates.data.before_unbinding = WeakMethod(self.stop)
 
     @property
     def now(self) -> bool:
         """Whether this pass does."""
         return self._plan is not None
+
+    @property
+    def _can_move(self) -> bool:
+        """Whether there is a tier to go to, or gradients are copied into chunks all the same."""
+        return not self._updates.kept.always
 
     def rule_out(self) -> None:
         """Not all gradients of a pass come in one backward, at its end: only who follows it knows what comes when."""
@@ -51,41 +75,59 @@ class Resting:
 
     def begin(self, known: Known | None, plan: Plan | None, offset: int) -> None:
         """A pass begins, at `offset` moments into the plan's iteration."""
-        self.end()
         ready = known is not None and known.followed and not known.stale
         rests = self._possible and ready and plan is not None and not plan.take_over
         rests = rests and not self._updates.sparse and not self._interceptor.others_listen
-        rests = rests and (self._ledger.device_alone or self._hold(plan))
+        rests = rests and (not self._can_move or self._has_room(plan))
         self._known, self._plan = (known, plan) if rests else (None, None)
         self._offset, self._before = offset, None
         self._captured = self._updates.captured
         self._arrived.clear()
         self._interceptor.unnoticed, self._interceptor.deaf = 0, False
         self._interceptor.rest(rests)
+        self._alone = not self._graphs
+        self.forward()
 
-    def _hold(self, plan: Plan | None) -> bool:
-        """Keeps parameters on the device, where all of them are and the plan has none leave; whether that is so. Until
-        gradients are taken in they lie beside their chunks: that needs room for one chunk more."""
+    def _has_room(self, plan: Plan | None) -> bool:
+        """Whether all parameters are on the device and the plan has none leave. Gradients may lie beside those that are
+        held already, and until they are taken in beside their chunks: that needs room for all, and for one chunk."""
         data, room = self._updates.data, self._updates.executor.room
         if plan is None or plan.traffic or len(room.peers) != 1 or not all(data.bound):
             return False
         chunks = [data.computed(index) for index in range(len(data.bound))]
-        spare = room.budget("device") - plan.highest
-        if any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks):
-            return False
-        self._held = True  # first: whatever interrupts this, all of them are let go
-        for chunk in chunks:
-            chunk.pins += 1
-        return True
+        planned = set(plan.items)
+        unused = sum(chunk.nbytes for chunk in chunks if (chunk.kind, chunk.index) not in planned)
+        gradients = sum(
+            self._updates.gradient_bytes(m) for m, p in enumerate(data.parameters) if p.requires_grad
+        )
+        spare = room.budget("device") - plan.highest - unused - gradients
+        return not any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks)
+
+    def forward(self) -> None:
+        """A graph is about to be made, in a pass that may rest (Note [graphs that rest])."""
+        if self._plan is None or not self._can_move:
+            return
+        mark = _Mark()
+        self._nodes = [get_gradient_edge(p).node for p in self._updates.data.parameters if p.requires_grad]
+        for node in self._nodes:
+            node.metadata[_KEY] = mark
+        self._graphs.add(mark)
+
+    def built(self) -> None:
+        """It has been made, and holds what it leads to."""
+        self._nodes = []
+
+    def stop(self) -> None:
+        """Parameters leave: from now on whoever wants one has to say so."""
+        if self._can_move:
+            self._interceptor.rest(False)
+            self._known = self._plan = None
 
     def end(self) -> None:
-        """Chunks may move again, if they could: only `resident()` still has some."""
-        if not self._held:
-            return
-        self._interceptor.rest(False)
-        for index, residing in enumerate(self._updates.executor.places.residing):
-            self._updates.data.computed(index).pins = residing
-        self._held = False
+        """The pass is over, or given up."""
+        self._nodes = []
+        if self._can_move:
+            self._interceptor.rest(False)
 
     @contextmanager
     def reversing(self) -> Iterator[None]:
@@ -116,10 +158,11 @@ class Resting:
         room.set_level(plan.levels[self._offset + len(plan.record.moments) - 1])
         self._arrived |= self._untold.take_in()
         self._captured = self._updates.captured
-        self._ledger.look_back("device", self._before + self._highest(plan, self._arrived & self._had_none))
+        beside = self._arrived if self._can_move else self._arrived & self._had_none
+        self._ledger.look_back("device", self._before + self._highest(plan, beside))
 
     def _highest(self, plan: Plan, new: set[int]) -> int:
-        """Non-model data, and the gradients that were there by then. `new`: of parameters that had none."""
+        """Non-model data, and the gradients that were there by then. `new`: those not added to what there was."""
         coming = Counter[int]()
         for arrival in plan.record.arrivals:
             if arrival.parameter in new:
@@ -130,9 +173,11 @@ class Resting:
             highest = max(highest, plan.levels[self._offset + moment] + gradients)
         return highest
 
-    def finish(self) -> None:
-        """The pass is over."""
+    def finish(self, forwards: int) -> None:
+        """The pass is over, and had so many forward passes."""
         self.end()
+        if forwards == 1 and self._alone:
+            self._graphs.clear()  # whoever holds the loss still holds the graph, but it has been run backward
         known = self._known
         assert known is not None
         units = sum(moment.phase == FORWARD for moment in known.record.moments)

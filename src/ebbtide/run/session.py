@@ -100,6 +100,7 @@ class Session(Machinery):
         if self._forwards > MANY:
             self._stop_recording()
         if self._forwards > 1:
+            self.resting.forward()
             return  # a second forward before one backward belongs to the same pass
         if self.sharing is not None:
             self.sharing.turn()
@@ -139,6 +140,7 @@ class Session(Machinery):
         try:
             with self.interceptor.scope(), self.recording.metered():
                 yield
+            self.resting.built()
             if self.course.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
         except BaseException:
@@ -166,7 +168,7 @@ class Session(Machinery):
 
     def _finish_pass(self) -> None:
         if self.resting.now:
-            self.resting.finish()
+            self.resting.finish(self._forwards)
         elif self.recording.finish():
             self.executor.recorder = None
         elif (plan := self.course.plan) is not None:
