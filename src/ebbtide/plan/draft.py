@@ -65,18 +65,19 @@ class Plan:
     @cached_property
     def highest(self) -> int:
         """Bytes of the device, at the moment that takes the most."""
+        return self.static_bytes + max(self._passing, default=0)
+
+    @cached_property
+    def _passing(self) -> tuple[int, ...]:
+        """By moment: non-model data and the chunks that come and go."""
         occupied = self.residency.occupied
-        return self.static_bytes + max(
-            (level + held for level, held in zip(self.levels, occupied, strict=True)), default=0
-        )
+        return tuple(level + held for level, held in zip(self.levels, occupied, strict=True))
 
     @cached_property
     def growth(self) -> tuple[int, ...]:
         """By moment: by how much non-model data and chunks together come to exceed the chunks that are there then."""
-        occupied = self.residency.occupied
-        totals = [level + held for level, held in zip(self.levels, occupied, strict=True)]
-        highest = reversed([*itertools.accumulate(reversed(totals), max)])
-        return tuple(most - held for most, held in zip(highest, occupied, strict=True))
+        highest = reversed([*itertools.accumulate(reversed(self._passing), max)])
+        return tuple(most - held for most, held in zip(highest, self.residency.occupied, strict=True))
 
     def update_order(self, in_backward: bool, parameter_chunk: Sequence[int]) -> list[int]:
         """Chunks whose state streams from SSD, in the order of their updates."""

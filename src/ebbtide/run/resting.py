@@ -132,7 +132,8 @@ class Resting:
     @contextmanager
     def reversing(self) -> Iterator[None]:
         """Around autograd's backward."""
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             yield
             return
         self._look_around()
@@ -142,7 +143,7 @@ class Resting:
             yield
         finally:
             self._interceptor.deaf = False
-            self._take_in(self._plan)
+            self._take_in(plan)
 
     def _look_around(self) -> None:
         """What is there before backward."""
