@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ class Group:
         time.sleep(0.5)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self._asked = [context.Queue() for _ in range(self.size)]
         self._answers = context.Queue()
@@ -118,6 +119,24 @@ class Group:
         if self._processes:
             self._folder.cleanup()
         self._processes = []
+
+
+@cache
+def _context() -> Any:
+    """Processes begin as copies of one that has imported what a rank needs, and done nothing else: starting it anew
+    would be most of the time of a test whose ranks die."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 @cache

@@ -232,7 +232,7 @@ def counted(config: dict[str, Any]) -> dict[str, Any]:
     rank, _ = rank_of()
     engine = ebbtide.initialize(middling(), config)
     session = engine._session
-    ids = torch.randint(0, 8192, (1, 32), generator=torch.Generator().manual_seed(rank))
+    ids = torch.randint(0, 8192, (1, 8), generator=torch.Generator().manual_seed(rank))
     sent = []
     for _ in range(4):
         before = session.sharing.ranks.sent

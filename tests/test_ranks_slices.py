@@ -84,7 +84,7 @@ def tried(budgets: list[list[int]], config: dict[str, Any]) -> list[tuple[bool, 
 
 def test_the_plan_chooses_slices_where_nothing_else_fits() -> None:
     config = config_of(host={"memory": "64MB"}, chunk_size="128KiB")
-    budgets = [[memory] * 3 for memory in range(900_000, 2_000_000, 100_000)]
+    budgets = [[memory] * 3 for memory in range(1_200_000, 1_700_000, 100_000)]
     found = group_of(3).run(tried, budgets, config, patience=300)
     assert found[0] == found[1] == found[2]
     modes = [attempt and attempt[:2] for attempt in found[0]]
