@@ -126,7 +126,7 @@ def _context() -> Any:
     """Processes begin as copies of one that has imported what a rank needs, and done nothing else: starting it anew
     would be most of the time of a test whose ranks die."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness"])
+    context.set_forkserver_preload(["harness", "ebbtide.engine"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
     try:

@@ -15,6 +15,7 @@ import torch
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, StateError
 from ebbtide.kernels import RULES
+from ebbtide.run.lockfree import LockFree
 from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
 
 BOOKS = ("lockfree.py", "gatherer.py", "buffers.py", "merging.py", "turns.py")
@@ -86,6 +87,39 @@ def test_a_step_may_be_interrupted_anywhere(folder: Path, host: bool) -> None:
     assert count > POINTS
     for place in range(POINTS):
         interrupted(folder, host, 1 + place * count // POINTS)
+
+
+@pytest.mark.parametrize("call", ["_loose", "give"])
+def test_an_interrupt_between_passes_keeps_no_buffer(
+    folder: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a pass is about to start updates are begun, and values taken over, too."""
+    resting, tick = False, LockFree.tick
+    monkeypatch.setattr(LockFree, "tick", lambda self: None if resting else tick(self))
+    with chain(folder, max_staleness=9) as engine:
+        total = train(engine, 2)
+        engine.synchronize()
+        lock_free = engine._session.lock_free
+        if call == "give":
+            total += train(engine, 1)
+            for turn in [*lock_free._turns.queue]:
+                turn.event.wait()
+                lock_free._finish()
+            resting = True
+        else:
+            resting = True
+            total += train(engine, 1)
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lock_free.buffers, call, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine(torch.ones(LAYERS))
+        engine.check_integrity()
+        resting = False
+        go_on(engine, total)
 
 
 def test_waiting_for_updates_may_be_interrupted_anywhere(folder: Path) -> None:

@@ -95,8 +95,7 @@ class Buffers:
     def sweep(self, owners: Iterable[Chunk]) -> None:
         """Gives back what none of these has: an interrupt may come before it is noted that a buffer was taken."""
         held = self._held
-        known = {chunk.device.data_ptr() for chunk in owners if chunk.device is not None}
-        for pointer in held.memory.keys() - known:
+        for pointer in self._nobodys(owners):
             _, memory = held.memory.pop(pointer)
             held.backend.free(held.tier, memory)
         held.used = dict.fromkeys(held.used, 0)
@@ -107,12 +106,19 @@ class Buffers:
         self._held.release()
         self._sizes = {VALUES: 0, GRADIENTS: 0}
 
-    def check(self) -> None:
+    def _nobodys(self, owners: Iterable[Chunk]) -> set[int]:
+        known = {chunk.device.data_ptr() for chunk in owners if chunk.device is not None}
+        return self._held.memory.keys() - known
+
+    def check(self, owners: Iterable[Chunk]) -> None:
         held = sum(memory.numel() for _, memory in self._held.memory.values())
         if held != sum(self._held.used.values()) or held > self._held.reserved:
             raise IntegrityError(
                 f"buffers hold {held} bytes, counted are {self._held.used}, reserved {self._held.reserved}"
             )
+        lost = sum(self._held.memory[pointer][1].numel() for pointer in self._nobodys(owners))
+        if lost:
+            raise IntegrityError(f"buffers of {lost} bytes belong to no gradients and no update")
 
     def _count(self, what: str, nbytes: int) -> None:
         if nbytes > self.room(what):

@@ -164,11 +164,15 @@ class LockFree:
 
     def _take_over_between(self, indices: Iterable[int]) -> None:
         """Between passes nothing is in use; what the device has a copy of stays, where that would have to come again."""
-        for index in indices:
-            alone = self.near == "device" or self.data.parameter_chunk(index).device is None
-            if alone and self._quiet(index):
-                self._take_over(index)
-        self._make_ready()
+        try:
+            for index in indices:
+                alone = self.near == "device" or self.data.parameter_chunk(index).device is None
+                if alone and self._quiet(index):
+                    self._take_over(index)
+            self._make_ready()
+        except BaseException:
+            self._sweep()
+            raise
 
     def _quiet(self, index: int) -> bool:
         """Whether the chunk's copy can be written at once."""
@@ -316,11 +320,17 @@ class LockFree:
 
     def _sweep(self) -> None:
         """Buffers that an interrupt left to nobody."""
+        self.buffers.sweep(self._owners())
+
+    def check(self) -> None:
+        self.buffers.check(self._owners())
+
+    def _owners(self) -> list[Chunk]:
         owners = [chunk for turn in self._turns.queue for chunk in (turn.values, turn.gradients.memory)]
         for progress in self.progress.values():
             owners += [progress.values] if progress.values is not None else []
             owners += [progress.waiting.memory] if progress.waiting is not None else []
-        self.buffers.sweep(owners)
+        return owners
 
     # -- waiting --------------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ class Machinery:
     def check_integrity(self) -> None:
         self.store.check_integrity()
         if self.lock_free is not None:
-            self.lock_free.buffers.check()
+            self.lock_free.check()
         if self.room.activations is not None:
             self.room.activations.check()
 
