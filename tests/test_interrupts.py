@@ -59,6 +59,19 @@ def failing(copy: Callable[..., Any], link: str, nth: int, ending: type[BaseExce
     return fail
 
 
+def interrupted_at(nth: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    seen = 0
+
+    def call(*given: Any, **named: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == nth:
+            raise KeyboardInterrupt
+        return original(*given, **named)
+
+    return call
+
+
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError])
 @pytest.mark.parametrize("link", ["host_to_device", "device_to_host"])
 @pytest.mark.parametrize("nth", [1, 2, 7, 20])
@@ -84,6 +97,56 @@ def test_a_copy_that_could_not_start(
         hashes.append(engine.weights_sha256())
         engine.close()
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("call", ["_placeholder", "_version"])
+@pytest.mark.parametrize("nth", [1, 3, 5, 8])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_chunk_whose_parameters_were_bound_or_unbound_half_way(
+    monkeypatch: pytest.MonkeyPatch, call: str, nth: int, leaves: bool
+) -> None:
+    """Its memory is known as a chunk's as long as it is one, and no longer: what comes to lie there is not a weight."""
+    hashes = []
+    for interrupted in (False, True):
+        engine = under_way()
+        data = engine._session.data
+        with monkeypatch.context() as patch, torch.no_grad():
+            if interrupted:
+                patch.setattr(data, call, interrupted_at(nth, getattr(data, call)))
+                with pytest.raises(KeyboardInterrupt):
+                    engine(**zoo.ZOO["gpt2"].batch(2))
+            else:
+                engine(**zoo.ZOO["gpt2"].batch(2))
+        for index in range(len(data.bound)) if leaves else ():
+            chunk = data.computed(index)
+            if chunk.device_valid and chunk.move is None:
+                engine._session.room.evict(chunk)
+        engine.check_integrity()
+        for number in (3, 4):
+            step(engine, number)
+            engine.check_integrity()
+        hashes.append(engine.weights_sha256())
+        engine.close()
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("where, call", [("host", "submit"), ("device", "update_one")])
+def test_an_update_in_backward_that_could_not_begin(
+    monkeypatch: pytest.MonkeyPatch, where: str, call: str
+) -> None:
+    """The steps of its parameters are counted already: it is no step, and the engine says so."""
+    config = config_of(updates="in-backward", clip=None, placement="host" if where == "host" else "auto")
+    engine = ebbtide.initialize(zoo.build("gpt2"), config)
+    step(engine, 0)
+    engine.synchronize()
+    updates = engine._session.updates
+    owner = updates.executor.updater if where == "host" else updates.chunks
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, call, interrupted_at(1, getattr(owner, call)))
+        step(engine, 1)
+    with pytest.raises(StateError, match="partially stepped"):
+        step(engine, 1)
+    engine.close()
 
 
 def test_a_move_whose_chunk_cannot_be_settled(folder: Path) -> None:

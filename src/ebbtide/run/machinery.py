@@ -214,6 +214,7 @@ class Machinery:
 
     def check_integrity(self) -> None:
         self.store.check_integrity()
+        self.data.check()
         if self.lock_free is not None:
             self.lock_free.check()
         if self.room.activations is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ebbtide.errors import StateError, UnsupportedError
+from ebbtide.errors import IntegrityError, StateError, UnsupportedError
 from ebbtide.intercept import ParameterRun
 from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
@@ -125,6 +125,9 @@ class ModelData:
         self.originals = [p.dtype for p in self.parameters]
         self.on_meta = [p.is_meta for p in self.parameters]
         self.bound = [False] * len(layout.chunks)
+        self._known = [False] * len(layout.chunks)
+        """Whether parameters are counted among the users of the chunk's memory: from before the first is bound until the
+        last is not, so that an interrupt between them leaves something to end."""
         self.carry_on: Callable[[int], None] = lambda index: None
         """Told of chunks that the user has written into in place."""
         self.before_values: Callable[[], None] = lambda: None
@@ -193,19 +196,23 @@ class ModelData:
             return
         self._refuse_lost_writes(index)
         chunk = self.computed(index)
-        view = chunk.view()
-        for offset, member in self._bound[index]:
+        view, views = chunk.view(), self._bound[index]
+        key, count = view.untyped_storage()._cdata, len(views)
+        if not self._known[index]:
+            # These three call nothing: no interrupt comes between them.
+            self._storages[key] = index
+            chunk.aliases += count
+            self._known[index] = True
+        for offset, member in views:
             place = self.views[member]
             assert place is not None
             self.memory[member].data = view.as_strided(place.shape, place.stride, offset)
         self._versions[index] = self._version(index)
-        self._storages[view.untyped_storage()._cdata] = index
-        chunk.aliases += len(self._bound[index])
         self.bound[index] = True
 
     def unbind(self, index: int) -> None:
         """Before the chunk leaves: its parameters become loud placeholders."""
-        if not self.bound[index]:
+        if not self._known[index]:
             return
         told = self.before_unbinding()
         if told is not None:
@@ -215,9 +222,24 @@ class ModelData:
         self.bound[index] = False  # first: whatever interrupts this, who needs them binds all of them again
         for _, member in self._bound[index]:
             self.memory[member].data = self._placeholder(member)
-        del self._storages[chunk.device.untyped_storage()._cdata]
-        chunk.aliases -= len(self._bound[index])
+        key, count = chunk.device.untyped_storage()._cdata, len(self._bound[index])
         self._versions[index] = self._version(index)
+        del self._storages[key]
+        chunk.aliases -= count
+        self._known[index] = False
+
+    def check(self) -> None:
+        """What is taken for a weight is one."""
+        for key, index in self._storages.items():
+            memory = self.computed(index).device
+            if memory is None or memory.untyped_storage()._cdata != key:
+                names = ", ".join(self.names[m] for m in self.members[index])
+                raise IntegrityError(f"memory that the chunk of {names} has left is still known as its own")
+            found, chunk = self.store.backend.aliases(memory), self.computed(index)
+            if self.bound[index] and found < chunk.aliases:
+                raise IntegrityError(
+                    f"{chunk} has {found} users, and {chunk.aliases} are taken for its parameters"
+                )
 
     def _version(self, index: int) -> int:
         """Changes with every write in place to one of the chunk's parameters."""

@@ -55,7 +55,7 @@ class Updates:
         self.unwanted = False
         """What is held is being dropped, which whatever ended it early did not see to its end."""
         self.applied = 0
-        """Updates applied during this backward pass (in-backward)."""
+        """Updates applied so far (in-backward); counted first, for what ends one half-way is no step."""
         self.take_over = False
         self.stop_nonfinite = True
         self.norm_wanted = True
@@ -330,10 +330,10 @@ class Updates:
             flat = laid_like(gradient, place.shape, place.stride, param.dtype)
             self.squares[member] = self.kernels["device"].sum_of_squares(flat)
             self._refuse_nonfinite(member)
+            self.applied += 1
             self.steps.counts[member] += 1
             self.chunks.update_one(member, flat, self.scale)
         self.arrived[member] = 1
-        self.applied += 1
 
     def apply_chunk(self, index: int) -> None:
         """In-backward, state on the host: all gradients of a chunk are there, they go to the host and through."""
@@ -341,8 +341,8 @@ class Updates:
         self._look()
         for member in members:
             self._refuse_nonfinite(member)
-        self._update(index, members, self.scale)
         self.applied += len(members)
+        self._update(index, members, self.scale)
         self.executor.updater.put_off(self.executor.room.spare() // self.store.chunks["grad", index].nbytes)
 
     def finish_backward(self) -> None:
