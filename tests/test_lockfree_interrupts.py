@@ -3,10 +3,8 @@ and loading mends it."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, StateError
 from ebbtide.kernels import RULES
 from ebbtide.run.lockfree import LockFree
+from interrupt import Interrupt
 from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
 
 BOOKS = ("lockfree.py", "gatherer.py", "buffers.py", "merging.py", "turns.py")
@@ -23,31 +22,13 @@ POINTS = 24
 """At which a step is interrupted."""
 
 
+def of_books(path: str) -> bool:
+    return "/ebbtide/run/" in path and path.endswith(BOOKS)
+
+
 @pytest.fixture(autouse=True)
 def sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "adamw", SUMS)
-
-
-class Interrupt:
-    """Ctrl-C at the nth point of the updates' books where Python looks for one: where a call begins or ends."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.seen = at, 0
-
-    def __enter__(self) -> Interrupt:
-        sys.setprofile(self._look)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _look(self, frame: FrameType, what: str, _: Any) -> None:
-        path = frame.f_code.co_filename
-        if what in ("call", "c_return") and "/ebbtide/run/" in path and path.endswith(BOOKS):
-            self.seen += 1
-            if self.seen == self.at:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
 
 
 def go_on(engine: Engine, total: torch.Tensor) -> None:
@@ -70,7 +51,7 @@ def interrupted(folder: Path, host: bool, at: int) -> int:
     """A step that is interrupted, after others; returns how many points it has."""
     with chain(folder, host, max_staleness=1) as engine:
         total = train(engine, 3)
-        interrupt = Interrupt(at)
+        interrupt = Interrupt(at, of_books)
         try:
             with interrupt:
                 step = train(engine, 1)
@@ -131,7 +112,7 @@ def test_waiting_for_updates_may_be_interrupted_anywhere(folder: Path) -> None:
             total += train(engine, 2)
             gate.set()
             try:
-                with Interrupt(place):
+                with Interrupt(place, of_books):
                     engine.synchronize()
             except KeyboardInterrupt:
                 pass
