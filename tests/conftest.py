@@ -21,6 +21,16 @@ def _threads() -> None:
 
 
 @pytest.fixture
+def imagined_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long proofs imagine each pass, for that must not break a budget either."""
+    if "heavy" not in request.keywords:
+        from ebbtide.run import recording
+        from imagined import once  # the zoo takes seconds to import
+
+        monkeypatch.setattr(recording, "trace_symbolically", once(recording.trace_symbolically))
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """For files of the SSD tier, on a file system with direct access or without."""
     with warnings.catch_warnings():

@@ -27,6 +27,8 @@ from harness import Count, config_of, expected, facts, least_budget
 from test_exact import CHANGES, check
 from test_faults import train
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 HOST = {"host": {"memory": "1GB"}}
 TIGHT = {"device": {"memory": 700_000}, **HOST}
 LESS = [("gpt2", "checkpoints"), ("t5", "checkpoints"), ("attention", "checkpoints"), ("bert", "all")]

@@ -27,6 +27,8 @@ from ebbtide.run.tiers import Tiers
 from ebbtide.run.updater import Updater
 from harness import Count, config_of, expected
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 SSD = 64 << 20
 
 

@@ -10,6 +10,8 @@ import zoo
 from ebbtide.kernels import FallbackKernels
 from harness import config_of, expected, facts, least_budget, run, with_budget
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 MODES = ("none", "non-reentrant", "reentrant")
 STEPS = 4
 

@@ -31,6 +31,8 @@ from ebbtide.run.tiers import Tiers
 from harness import config_of, expected, run
 from test_ssd import follow, on_ssd
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 LAYERS, ELEMENTS = 6, 1 << 14
 
 

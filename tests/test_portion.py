@@ -17,6 +17,8 @@ from ebbtide.errors import BudgetError
 from ebbtide.run.places import Places
 from harness import Count, config_of
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 Make = Callable[..., list[Engine]]
 SEEDS = (0, 1)
 

@@ -22,6 +22,8 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.run.tiers import Tiers
 from harness import config_of
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 SSD = 64 << 20
 ROOMY = (60_000_000, 0)
 Batch = tuple[int, int]

@@ -15,6 +15,8 @@ from ebbtide.run import chunk_updates
 from ebbtide.run.resting import Resting
 from harness import Count, config_of
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 LINE = {"accumulate": 2, "clip": 0.5}
 
 

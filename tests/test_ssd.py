@@ -15,6 +15,8 @@ from ebbtide.errors import BudgetError, ConfigError
 from harness import Run, batch_of, config_of, expected, run
 from test_exact import CHANGES, MODES
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 STEPS = 4
 SPLITS = {
     "one tier of RAM": (200_000, 0),

@@ -32,6 +32,8 @@ from ebbtide.run.tiers import Tiers
 from ebbtide.state.parts import parts_of
 from harness import config_of, expected
 
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
 STEPS = 4
 BUDGETS = {"device": 2_000_000, "host": 0, "ssd": 64 << 20}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -172,7 +173,16 @@ def build(name: str, checkpointing: str = "none", seed: int = 0) -> nn.Module:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads() if hasattr(model, "get_input_embeddings") else None
+    _built[model] = (name, checkpointing)
     return model
+
+
+_built: WeakKeyDictionary[nn.Module, tuple[str, str]] = WeakKeyDictionary()
+
+
+def built(module: nn.Module) -> tuple[str, str] | None:
+    """Which of the zoo's models this is, and how it checkpoints."""
+    return _built.get(module)
 
 
 class Blocks(nn.Module):
