@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -36,6 +37,34 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that are held; after a step there are none."""
         self._clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The param groups. The state is in chunks, and a file that is written without it trains on as another run."""
+        warnings.warn(
+            "engine.optimizer.state_dict() has the param groups and no moments; engine.save(folder) writes all that "
+            "training needs to go on",
+            stacklevel=2,
+        )
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Param groups, as `state_dict` gives them."""
+        if state_dict.get("state"):
+            raise UnsupportedError(
+                f"engine.optimizer.load_state_dict() was given the state of {len(state_dict['state'])} parameters, "
+                "which would lie here unused, for the optimizer's state is in chunks: use engine.save(folder) and "
+                "engine.load(folder)"
+            )
+        super().load_state_dict(state_dict)
+
+    def _refuse_copy(self, *_: object) -> NoReturn:
+        raise UnsupportedError(
+            "the engine's optimizer cannot be copied or pickled: its parameters and state are in the engine's "
+            "chunks. Use engine.save(folder), or copy the settings in its param_groups"
+        )
+
+    __deepcopy__ = _refuse_copy
+    __reduce_ex__ = _refuse_copy
 
 
 def make_optimizer(

@@ -50,6 +50,8 @@ class Stepping(Held):
             )
         if session.micro < self.config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
+        if self.config.updates != "in-backward":
+            session.updates.regroup(self.optimizer.param_groups)
         losses, self._losses = self._losses, []
         session.meet(STEP, self.steps)
         session.average_unmanaged()
@@ -71,7 +73,7 @@ class Stepping(Held):
             session.unmanaged.discard()
             raise NonFiniteError(
                 f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
-                'gradients, or set nonfinite = "continue" to skip such steps'
+                'gradients, or set nonfinite = "continue" to skip such steps' + self._what_is_away()
             )
         unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
         norm: float | None = None
@@ -90,6 +92,15 @@ class Stepping(Held):
         if self._scaler is not None:
             self._scaler.update(False)
         return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+
+    def _what_is_away(self) -> str:
+        if all(self._session.data.bound):
+            return ""
+        return (
+            ". Or forward, or a hook, reads a parameter that is away, and NaN, past its module (through parameters(), "
+            "from a list, from autograd.Function's ctx): read it as its module's attribute, keep it with "
+            "save_for_backward, or name it in `unmanaged`"
+        )
 
     def _refuse_nonfinite_outside(self) -> None:
         """With updates in backward, what is in chunks has been looked at, and updated."""
@@ -138,7 +149,6 @@ class Stepping(Held):
             session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
             session.drop_gradients()
         else:
-            session.updates.regroup(self.optimizer.param_groups)
             session.apply(self._factor)
             session.unmanaged.apply(self.optimizer.param_groups, self._factor)
         self.steps += 1

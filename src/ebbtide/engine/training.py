@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 from ebbtide.config import Config
@@ -185,6 +186,11 @@ class Engine(ByName, Saved, Stepping):
                 else type(loss).__name__
             )
             raise ConfigError(f"backward takes the loss, a tensor with one element; it was given {found}")
+        if isinstance(loss, FakeTensor):
+            raise StateError(
+                "the loss hangs on a tensor of a pass that was only imagined: forward, or a hook, keeps what it "
+                "computes where neither its module's attributes nor its own closure and globals lead. Keep it there"
+            )
         if loss.grad_fn is None:
             raise ConfigError(
                 "the loss does not depend on any parameter that requires gradients; nothing to do"

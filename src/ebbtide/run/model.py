@@ -251,11 +251,37 @@ class ModelData:
 
     def written(self, index: int) -> bool:
         """Whether the user has written in place since the chunk was bound, or since that was noticed."""
-        return self.bound[index] and self._version(index) != self._versions[index]
+        if not self.bound[index]:
+            return False
+        return self._version(index) != self._versions[index] or bool(self._replaced(index))
+
+    def _replaced(self, index: int) -> list[int]:
+        """The parameters that the user has given other memory (`p.data = ...`), which no version counts."""
+        chunk = self.computed(index)
+        assert chunk.device is not None
+        key = chunk.device.untyped_storage()._cdata
+        return [m for _, m in self._bound[index] if self.memory[m].untyped_storage()._cdata != key]
+
+    def _take_back(self, index: int, members: list[int]) -> None:
+        """Values that lie elsewhere come into the chunk."""
+        flat = self.computed(index).view()
+        for member in members:
+            place = self.views[member]
+            assert place is not None
+            found = self.memory[member].data
+            if tuple(found.shape) != place.shape:
+                raise StateError(
+                    f"{place.name} was given memory of shape {tuple(found.shape)}; expected {place.shape}, as when the "
+                    "engine took it over"
+                )
+            view = flat.as_strided(place.shape, place.stride, place.offset)
+            view.copy_(found)
+            self.memory[member].data = view
 
     def notice_writes(self, index: int) -> None:
         """A write in place by the user makes the device copy the newest one."""
         if self.written(index):
+            self._take_back(index, self._replaced(index))
             self._versions[index] = self._version(index)
             self.writes[index] += 1
             if self.gathered(index):
@@ -271,13 +297,26 @@ class ModelData:
 
     def _refuse_lost_writes(self, index: int) -> None:
         known = self._versions[index]
-        if known is not None and self._version(index) != known:
+        if known is not None and (self._version(index) != known or self._given_while_away(index)):
             self._versions[index] = self._version(index)
+            for placeholder in self._placeholders.values():
+                placeholder.fill_(float("nan"))  # it may be in there, and would be read for all that are away
             names = ", ".join(self.names[m] for m in self.members[index])
             raise StateError(
                 f"one of {names} was written while its chunk was away, so the write is lost; write through "
                 "engine.weights(name, write=True)"
             )
+
+    def _given_while_away(self, index: int) -> bool:
+        """Whether a parameter has got other memory than its placeholder; it gets the chunk's, whatever that is."""
+        away = self._placeholders.get(TORCH_DTYPES[self.layout.chunks[index].dtype])
+        if away is None or self._known[index]:
+            return False  # an interrupt has left some bound
+        key = away.untyped_storage()._cdata
+        found = [m for _, m in self._bound[index] if self.memory[m].untyped_storage()._cdata != key]
+        for member in found:
+            self.memory[member].data = self._placeholder(member)
+        return bool(found)
 
     def _placeholder(self, member: int) -> torch.Tensor:
         dtype = TORCH_DTYPES[self.layout.chunks[self.places[member].chunk].dtype]
@@ -428,6 +467,14 @@ def refuse_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.layout != torch.strided:
         raise UnsupportedError(
             f"{name} has layout {parameter.layout}; only dense (strided) parameters can be managed"
+        )
+    if any(
+        length > 1 and not stride for length, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    ):
+        raise UnsupportedError(
+            f"{name} is expanded: elements of its shape {tuple(parameter.shape)} share memory (strides "
+            f"{parameter.stride()}), so that none can be updated by itself. Make it a tensor of its own with "
+            ".contiguous(), or keep the part that is expanded as the parameter"
         )
     if parameter.requires_grad and parameter.dtype not in COMPUTE_DTYPES:
         raise UnsupportedError(

@@ -33,14 +33,15 @@ class Steps:
         """By parameter; -1 where the optimizer does not have it."""
         self.counts = [0] * len(data.parameters)
 
-    def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the optimizer's live groups as they are now."""
+    def grouped(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Which of the groups each parameter is in; -1: in none."""
         index = {id(p): i for i, p in enumerate(self.data.parameters)}
-        self.groups = groups
+        found = [-1] * len(index)
         for place, group in enumerate(groups):
             for parameter in group["params"]:
                 if id(parameter) in index:
-                    self.group_of[index[id(parameter)]] = place
+                    found[index[id(parameter)]] = place
+        return found
 
     def segments(
         self, members: Sequence[int], scale: float, groups: Sequence[Mapping[str, Any]] = (), ahead: int = 0

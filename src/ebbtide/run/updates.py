@@ -9,12 +9,12 @@ second pass over the gradients is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import torch
 
-from ebbtide.errors import NonFiniteError, second_gradient
+from ebbtide.errors import NonFiniteError, StateError, second_gradient
 from ebbtide.kernels import Kernels, Rule
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.parts import part_like
@@ -74,7 +74,21 @@ class Updates:
         self.steps = self.chunks.steps
         self.taken = TakenSpace(data, kernels, self.homes, executor.places)
         self.state_chunks = self.chunks.state_chunks
-        self.regroup = self.steps.regroup
+
+    def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the optimizer's live groups as they are now."""
+        steps, found = self.steps, self.steps.grouped(groups)
+        if found != steps.group_of:
+            for member, (before, now) in enumerate(zip(steps.group_of, found, strict=True)):
+                if now < 0 <= before and self.arrived[member]:
+                    raise StateError(
+                        f"{self.data.names[member]} has left the optimizer's param groups while its gradient waits "
+                        "for the next step; put it back and let it go after engine.step(), or drop all gradients with "
+                        "engine.optimizer.zero_grad()"
+                    )
+            if max(steps.group_of, default=-1) >= 0:
+                self.drain()  # what goes on has the groups as they were
+        steps.groups, steps.group_of = groups, found
 
     def add_chunks(self) -> None:
         """Declares the chunks of every kind that training needs; nothing is allocated."""

@@ -16,12 +16,14 @@ from ebbtide.errors import ConfigError
 from ebbtide.record import Record
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
+from ebbtide.state import values
 
 Groups = Sequence[dict[str, Any]]
 
 
 def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps: int) -> dict[str, Any]:
     """As JSON takes it."""
+    values.names(session)  # or there is something that would not be saved
     updates, data, ranks = session.updates, session.data, session.ranks
     apart = session.lock_free is not None and ranks is not None
     return {

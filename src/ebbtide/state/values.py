@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ebbtide.errors import ConfigError, nearest
+from ebbtide.errors import ConfigError, StateError, nearest
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.glance import peek
 from ebbtide.memory.parts import part_like, split_of
@@ -16,8 +16,25 @@ from ebbtide.run.session import Session
 
 
 def names(session: Session) -> list[str]:
-    """All parameters, managed or not, each once, in the module's order."""
-    return [name for name, _ in session.module.named_parameters()]
+    """All parameters, managed or not, each once, in the module's order. They are those that the engine took over: of
+    others it has no values, and under other names it would give those of the wrong ones."""
+    taken = dict(zip(session.data.names, session.data.parameters, strict=True)) | session.unmanaged.parameters
+    found = dict(session.module.named_parameters())
+    for name, parameter in found.items():
+        if taken.get(name) is not parameter:
+            raise StateError(
+                f"the module has another {name} than when the engine took it over: "
+                f"{_what_became(name, parameter, taken)}. Change modules before initialize(), or write values with "
+                "engine.weights(name, write=True)"
+            )
+    return list(found)
+
+
+def _what_became(name: str, parameter: torch.Tensor, taken: Mapping[str, torch.Tensor]) -> str:
+    before = next((old for old, one in taken.items() if one is parameter), None)
+    if before is not None:
+        return f"it was {before} then"
+    return "it was put in its place since" if name in taken else "there was none of that name"
 
 
 def load(session: Session, name: str) -> torch.Tensor:
@@ -114,6 +131,7 @@ def tier_of(chunk: Chunk) -> str:
 
 def state_dict(session: Session) -> dict[str, torch.Tensor]:
     """Every key that the module's own state_dict has; tied weights appear under each of their names."""
+    names(session)
     first = {id(parameter): name for name, parameter in session.module.named_parameters()}
     found: dict[str, torch.Tensor] = {}
     loaded: dict[str, torch.Tensor] = {}

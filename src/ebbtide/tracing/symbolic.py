@@ -31,6 +31,7 @@ from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import StorageMeter, storage_bytes
 from ebbtide.tracing.routing import even_load
 from ebbtide.tracing.saved import SavedList
+from ebbtide.tracing.unchanged import unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +208,16 @@ def _trace(
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
+
+    def kept_beside(value: torch.Tensor) -> torch.Tensor:
+        found = _imagined(mode, parameters, value)
+        kept.add(found.untyped_storage()._cdata)
+        return found
+
     with (
         _unlogged(),
         undrawn(module),
-        _unchanged(module, partial(_imagined, mode, parameters), kept),
+        unchanged(module, kept_beside),
         even_load(module),
         substituted(observer, fake),
         hooks,
@@ -284,34 +291,6 @@ def _imagined(mode: FakeTensorMode, parameters: FakeParameters, value: torch.Ten
         with mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=parameters.device)
     return mode.from_tensor(value)
-
-
-@contextmanager
-def _unchanged(
-    module: nn.Module, imagined: Callable[[torch.Tensor], torch.Tensor], kept: set[int]
-) -> Iterator[None]:
-    """Fake tensors must not stay behind: not in gradients of unmanaged parameters, nor where a forward keeps
-    something on its module. Nor must the pass write: an operator that is given real tensors only (a counter of
-    batches) runs for real under a fake mode, so buffers and tensors that modules keep are fake ones, too;
-    their storages go to `kept`."""
-    gradients = [(p, p.grad) for p in module.parameters()]
-    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in module.modules()]
-    try:
-        for child in module.modules():
-            for place in (child._buffers, child.__dict__):
-                for name, value in place.items():
-                    if isinstance(value, torch.Tensor):
-                        place[name] = fake = imagined(value)
-                        kept.add(fake.untyped_storage()._cdata)
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for child, before, buffers in attributes:
-            child.__dict__.clear()
-            child.__dict__.update(before)
-            child._buffers.clear()
-            child._buffers.update(buffers)
 
 
 class _hooked:

@@ -1,0 +1,144 @@
+"""The optimizer's face: param groups change between steps as in plain PyTorch, and what it cannot do it says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+import zoo
+from ebbtide.errors import StateError, UnsupportedError
+from harness import config_of
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
+
+
+def engine_of(groups: Any = None, **changes: Any) -> ebbtide.Engine:
+    model = zoo.build("gpt2")
+    changes = {"precision": "fp32", "device": {"memory": 2_500_000}} | changes
+    return ebbtide.initialize(model, config_of(**changes), None if groups is None else groups(model))
+
+
+def step(engine: ebbtide.Engine, number: int) -> None:
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+    engine.step()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward", "lock-free"])
+def test_a_parameter_that_leaves_its_group_is_trained_no_more(updates: str) -> None:
+    engine = engine_of(updates=updates, clip=None)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    try:
+        step(engine, 0)
+        step(engine, 1)
+        group = engine.optimizer.param_groups[0]
+        gone = dict(engine.module.named_parameters())[name]
+        group["params"] = [p for p in group["params"] if p is not gone]
+        before = engine.state_dict()
+        step(engine, 2)
+        step(engine, 3)
+        after = engine.state_dict()
+        other = "transformer.h.1.mlp.c_proj.weight"
+        assert torch.equal(before[name], after[name]) and not torch.equal(before[other], after[other])
+        group["params"].append(gone)
+        gone.grad = None
+        step(engine, 4)
+        assert not torch.equal(engine.state_dict()[name], after[name])
+    finally:
+        engine.close()
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    late = [p for n, p in model.named_parameters() if ".h.2." in n]
+    return [{"params": [p for n, p in model.named_parameters() if ".h.2." not in n]}, {"params": late}]
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward", "lock-free"])
+def test_a_group_goes_and_another_comes(updates: str) -> None:
+    """The same weights as where it stays and learns nothing."""
+    shas = []
+    for removed in (False, True):
+        engine = engine_of(two_groups, updates=updates, clip=None)
+        try:
+            step(engine, 0)
+            group = engine.optimizer.param_groups[0]
+            rate = group["lr"]
+            if removed:
+                engine.optimizer.param_groups.pop(0)
+            else:
+                group["lr"] = 0.0
+                group["weight_decay"] = 0.0
+            step(engine, 1)
+            engine.synchronize()
+            before = engine.state_dict()["transformer.h.0.mlp.c_fc.weight"]
+            step(engine, 2)
+            engine.synchronize()
+            after = engine.state_dict()
+            assert torch.equal(after["transformer.h.0.mlp.c_fc.weight"], before)
+            shas.append({key: value for key, value in after.items() if ".h.2." in key})
+            assert rate > 0
+        finally:
+            engine.close()
+    if updates != "lock-free":  # there, when updates are seen is not the same twice
+        assert all(torch.equal(shas[0][key], shas[1][key]) for key in shas[0])
+
+
+def test_a_gradient_that_waits_keeps_its_group() -> None:
+    engine = engine_of(two_groups)
+    try:
+        step(engine, 0)
+        sha = engine.weights_sha256()
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(1)).loss)
+        group = engine.optimizer.param_groups.pop(0)
+        with pytest.raises(StateError, match=r"has left the optimizer's param groups"):
+            engine.step()
+        assert engine.weights_sha256() == sha
+        engine.optimizer.param_groups.insert(0, group)
+        engine.step()
+        engine.check_integrity()
+        assert engine.weights_sha256() != sha
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
+        engine.optimizer.param_groups.pop(0)
+        engine.optimizer.zero_grad()
+        step(engine, 2)
+    finally:
+        engine.close()
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    model = zoo.build("gpt2")
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**zoo.ZOO["gpt2"].batch(0)).loss.backward()
+    plain.step()
+    engine = engine_of()
+    try:
+        step(engine, 0)
+        with pytest.raises(UnsupportedError, match=r"engine\.load"):
+            engine.optimizer.load_state_dict(plain.state_dict())
+        assert not engine.optimizer.state
+        engine.optimizer.param_groups[0]["lr"] = 0.25
+        with pytest.warns(UserWarning, match=r"engine\.save"):
+            groups = engine.optimizer.state_dict()
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        engine.optimizer.load_state_dict(groups)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.25
+        step(engine, 1)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied(way: Any) -> None:
+    engine = engine_of()
+    try:
+        with pytest.raises(UnsupportedError, match="cannot be copied"):
+            way(engine.optimizer)
+        step(engine, 0)
+    finally:
+        engine.close()

@@ -1,0 +1,232 @@
+"""Parameters that the user writes between steps, each in a way of its own: the value counts, or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import ebbtide
+from ebbtide.errors import NonFiniteError, StateError
+from harness import config_of
+
+WIDTH = 32
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def engine_of(**changes: Any) -> ebbtide.Engine:
+    return ebbtide.initialize(
+        Net(), config_of(**{"precision": "fp32", "chunk_size": "4KiB", "clip": None} | changes)
+    )
+
+
+def batch(engine: ebbtide.Engine, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, WIDTH, generator=generator).to(next(engine.module.parameters()).dtype)
+
+
+def step(engine: ebbtide.Engine, number: int) -> float:
+    loss = engine(batch(engine, number))
+    engine.backward(loss)
+    engine.step()
+    engine.check_integrity()
+    return float(loss)
+
+
+def in_place(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+
+
+def by_data(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def by_vector(module: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(module.parameters()).detach() * 0.5, module.parameters())
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "everything fits": {},
+    "bf16": {"precision": "bf16"},
+    "separate master": {"precision": "bf16", "master": "separate"},
+    "some is away": {"device": {"memory": 80_000}},
+    "state on the host": {"device": {"memory": 80_000}, "placement": "host"},
+    "in backward": {"updates": "in-backward"},
+}
+
+
+@pytest.mark.parametrize("budget", list(BUDGETS))
+@pytest.mark.parametrize("write", [by_data, by_vector])
+def test_memory_that_is_replaced_gives_its_values(write: Callable[[nn.Module], None], budget: str) -> None:
+    found = []
+    for way in (in_place, write):
+        engine = engine_of(**BUDGETS[budget])
+        try:
+            step(engine, 0)
+            step(engine, 1)
+            with engine.resident():
+                way(engine.module)
+            with torch.no_grad():
+                seen = float(engine(batch(engine, 5)))
+            with engine.weights() as values:
+                largest = max(float(value.abs().max()) for value in values.values())
+            losses = [step(engine, number) for number in (2, 3)]
+            found.append((seen, largest, losses, engine.weights_sha256()))
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_step_after_memory_was_replaced_trains_the_chunk() -> None:
+    """Nobody looks at values in between."""
+    shas = []
+    for way in (in_place, by_data):
+        engine = engine_of()
+        try:
+            step(engine, 0)
+            way(engine.module)
+            step(engine, 1)
+            shas.append(engine.weights_sha256())
+        finally:
+            engine.close()
+    assert shas[0] == shas[1]
+
+
+def away(engine: ebbtide.Engine) -> list[str]:
+    return [n for n, p in engine.module.named_parameters() if p.dim() == 2 and p.stride() == (0, 0)]
+
+
+@pytest.mark.parametrize("write", ["in place", "memory"])
+def test_what_is_written_while_it_is_away_is_refused_and_others_still_read_nan(write: str) -> None:
+    engine = engine_of(device={"memory": 24_000})
+    try:
+        step(engine, 0)
+        before = engine.weights_sha256()
+        name = away(engine)[0]
+        parameter = dict(engine.module.named_parameters())[name]
+        if write == "in place":
+            with torch.no_grad():
+                parameter.zero_()
+        else:
+            parameter.data = torch.zeros(WIDTH, WIDTH)
+        with pytest.raises(StateError, match=r"written while its chunk was away"):
+            step(engine, 1)
+        assert engine.weights_sha256() == before
+        named = dict(engine.module.named_parameters())
+        assert all(bool(named[other].isnan().all()) for other in away(engine))
+        step(engine, 1)
+        assert engine.weights_sha256() != before
+    finally:
+        engine.close()
+
+
+def test_memory_of_another_shape_is_refused_by_name() -> None:
+    engine = engine_of()
+    try:
+        step(engine, 0)
+        before = engine.module.layers[1].weight.data
+        engine.module.layers[1].weight.data = torch.zeros(WIDTH // 2, WIDTH)
+        with pytest.raises(StateError, match=r"layers\.1\.weight was given memory of shape \(16, 32\)"):
+            engine.weights_sha256()
+        engine.module.layers[1].weight.data = before
+        step(engine, 1)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_expanded_parameters_are_refused_by_name(trained: bool) -> None:
+    model = Net()
+    model.layers[0].weight = nn.Parameter(torch.randn(WIDTH, 1).expand(WIDTH, WIDTH), requires_grad=trained)
+    with pytest.raises(ebbtide.errors.UnsupportedError, match=r"layers\.0\.weight is expanded"):
+        ebbtide.initialize(model, config_of(precision="fp32", clip=None))
+
+
+def added(module: Net) -> None:
+    module.layers.append(nn.Linear(WIDTH, WIDTH))
+
+
+def replaced(module: Net) -> None:
+    module.layers[2].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+
+def swapped(module: Net) -> None:
+    module.layers[0], module.layers[1] = module.layers[1], module.layers[0]
+
+
+CHANGED: list[tuple[Callable[[Net], None], str]] = [
+    (added, r"another layers\.5\.weight .* there was none of that name"),
+    (replaced, r"another layers\.2\.weight .* it was put in its place since"),
+    (swapped, r"another layers\.0\.weight .* it was layers\.1\.weight then"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGED)
+def test_a_module_that_is_another_since_is_refused(
+    change: Callable[[Net], None], said: str, tmp_path: Path
+) -> None:
+    engine = engine_of()
+    try:
+        step(engine, 0)
+        engine.save(tmp_path / "before")
+        before = list(engine.module.layers)
+        weight, sha = engine.module.layers[2].weight, engine.weights_sha256()
+        change(engine.module)
+        reads: list[Callable[[], Any]] = [
+            engine.weights_sha256,
+            engine.state_dict,
+            lambda: engine.weights().__enter__(),
+            lambda: engine.save(tmp_path / "after"),
+            lambda: engine.export(tmp_path / "exported"),
+        ]
+        for read in reads:
+            with pytest.raises(StateError, match=said):
+                read()
+        assert not (tmp_path / "after").exists() and not (tmp_path / "exported").exists()
+        engine.module.layers[2].weight = weight  # of the layer that was there
+        engine.module.layers = nn.ModuleList(before)
+        assert engine.weights_sha256() == sha
+        engine.load(tmp_path / "before")
+        step(engine, 1)
+    finally:
+        engine.close()
+
+
+class Listing(Net):
+    """Reads weights past their modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(p.float().square().sum() for p in self.parameters())
+
+
+def test_parameters_that_are_read_past_their_modules_are_no_silent_numbers() -> None:
+    engine = ebbtide.initialize(
+        Listing(), config_of(precision="fp32", chunk_size="4KiB", clip=None, device={"memory": 50_000})
+    )
+    try:
+        before = engine.weights_sha256()
+        engine.backward(engine(batch(engine, 0)))
+        with pytest.raises(NonFiniteError, match="reads a parameter that is away"):
+            engine.step()
+        assert engine.weights_sha256() == before
+    finally:
+        engine.close()
