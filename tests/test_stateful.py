@@ -17,6 +17,7 @@ from ebbtide.kernels import cpu_kernels
 from ebbtide.layout import build_layout
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.ledger import Ledger
+from ebbtide.run.elements import load_value, store_value
 from ebbtide.run.executor import Executor
 from ebbtide.run.model import ModelData, dense, specs_of
 from ebbtide.run.updater import Updater
@@ -57,7 +58,7 @@ class Machine(RuleBasedStateMachine):
 
     def fill(self, member: int, value: float) -> None:
         full = torch.full((32, 64), value)
-        self.data.store_value(member, dense(full), cpu_kernels(native=False))
+        store_value(self.data, member, dense(full), cpu_kernels(native=False))
 
     @rule(which=st.integers(0, LAYERS - 1))
     def enter(self, which: int) -> None:
@@ -159,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         for which in self.active:
             self.executor.leave(self.units[which])
         for which in range(LAYERS):
-            value = self.data.load_value(which, cpu_kernels(native=False))
+            value = load_value(self.data, which, cpu_kernels(native=False))
             assert torch.equal(value, torch.full((32, 64), self.values[which]))
         self.executor.updater.drop()
         self.backend.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 import ebbtide
+from ebbtide.tracing.unchanged import MOST, TENSORS
 from harness import config_of
 
 WIDTH = 32
@@ -161,5 +163,73 @@ def test_a_count_in_a_closure_and_a_hook_that_goes() -> None:
             engine(batch(number))
             assert calls == number and all_real(last) and gone == [1]
         assert isinstance(model.layers[0]._forward_pre_hooks, OrderedDict)
+    finally:
+        engine.close()
+
+
+class Node:
+    def __init__(self, after: Node | None) -> None:
+        self.after = after
+        self.visits = 0
+
+
+class Trainer:
+    """Has what a loader's threads look at."""
+
+    def __init__(self) -> None:
+        self.data = [torch.ones(2), torch.ones(2)]
+        self.passes = 0
+        self.kinds: SimpleQueue[type] = SimpleQueue()  # looked into by nobody
+
+    def look(self, module: nn.Module, inputs: Any) -> None:
+        self.passes += 1
+        self.kinds.put(type(self.data[0]))
+
+
+def test_what_is_deep_or_large_and_what_others_look_at() -> None:
+    model = Watched()
+    chain = None
+    for _ in range(5_000):
+        chain = Node(chain)
+    model.chain = chain
+    large: list[Any] = [0] * (MOST + 1)
+    trainer = Trainer()
+
+    def visited(module: nn.Module, inputs: Any) -> None:
+        assert chain is not None and chain.after is not None
+        chain.after.visits += 1
+        large[0] += 1
+
+    model.layers[0].register_forward_pre_hook(visited)
+    model.layers[0].register_forward_pre_hook(trainer.look)
+    engine = engine_of(model)
+    try:
+        engine(batch())
+        assert chain is not None and chain.after is not None
+        assert chain.after.visits == 1 and trainer.passes == 1
+        assert large[0] == 2  # too much to be looked at
+        assert {trainer.kinds.get() for _ in range(trainer.kinds.qsize())} == {torch.Tensor}
+        assert engine.stats()["traces"] == 1
+    finally:
+        engine.close()
+
+
+def test_buffers_are_put_back_however_many_they_are() -> None:
+    class Counting(Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(TENSORS + 10):
+                self.register_buffer(f"count{number}", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for buffer in self.buffers():
+                buffer.add_(1)
+            return super().forward(x)
+
+    model = Counting()
+    engine = engine_of(model, 3_000_000)
+    try:
+        engine(batch())
+        assert {float(buffer) for buffer in model.buffers()} == {1.0}
     finally:
         engine.close()

@@ -8,6 +8,7 @@ import torch
 
 from ebbtide.errors import DiskError, IntegrityError
 from ebbtide.plan.shape import ModelShape
+from ebbtide.run.elements import load_value, store_value
 from ebbtide.run.homes import Homes
 from ebbtide.run.model import TORCH_DTYPES, ModelData, dense
 from ebbtide.run.room import Room
@@ -39,7 +40,7 @@ class Adoption:
         for index, members in enumerate(self._data.members):
             self._give_places(shape, index)
             for member in members:
-                self._data.store_value(member, self._first_value(member), self._kernels)
+                store_value(self._data, member, self._first_value(member), self._kernels)
                 self._data.release_original(member)
             if self._data.parameter_chunk(index).device is not None and self._sharing is None:
                 self._data.bind(index)
@@ -99,7 +100,7 @@ class Adoption:
                 data.give_memory(member, meta)
             elif data.taken[member] and self._sharing is None:  # else others have some of it
                 with suppress(DiskError, IntegrityError):
-                    value = data.load_value(member, self._kernels)
+                    value = load_value(data, member, self._kernels)
                     data.give_memory(member, value.to(data.originals[member]))
         if self._source is not None:
             self._source.undo()

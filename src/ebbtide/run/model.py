@@ -17,11 +17,9 @@ from torch import nn
 
 from ebbtide.errors import IntegrityError, StateError, UnsupportedError
 from ebbtide.intercept import ParameterRun
-from ebbtide.kernels import Kernels
 from ebbtide.layout import Layout, TensorSpec
-from ebbtide.memory.chunk import TORCH_DTYPES, Chunk, Slices, cut
+from ebbtide.memory.chunk import TORCH_DTYPES, Chunk
 from ebbtide.memory.chunks import ChunkStore
-from ebbtide.memory.glance import peek, poke
 from ebbtide.memory.parts import Split, part_of, split_of
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import replace as replace_parameter
@@ -373,93 +371,6 @@ class ModelData:
         assert memory is not None
         view = memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)
         return view if handle.split is None else handle.split.around(view)
-
-    # -- values ---------------------------------------------------------------------------------------
-
-    def copies(self, member: int) -> list[tuple[Chunk, str]]:
-        """Where a value is: the parameter's chunk and, where it has one, its master's, each with the tier to use."""
-        self.before_values()
-        index = self.places[member].chunk
-        self.notice_writes(index)
-        found = [self.store.chunks.get((kind, index)) for kind in ("param", "master")]
-        copies = []
-        for chunk in found:
-            if chunk is not None and not chunk.free:
-                self.store.settle(chunk, host=True)
-                copies.append((chunk, next(t for t in ("host", "device", "ssd") if chunk.valid_on(t))))
-        return copies
-
-    def store_value(self, member: int, value: torch.Tensor, kernels: Kernels, first: int = 0) -> None:
-        """Writes a parameter's value (dense, in storage order), or its elements from `first` on, into parameter and
-        master, where they are; what other ranks have is theirs to write."""
-        place, share = self.places[member], self.shares[member]
-        begin, end = share.common(first, value.numel())
-        if begin >= end:
-            return
-        value, count = value[begin - first : end - first], end - begin
-        offset = share.offset + begin - share.first
-        copies = self.copies(member)
-        changed = {chunk: torch.empty(count, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"}
-        parts: list[Slices] = [
-            [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, offset, count))
-            for chunk, tier in copies
-        ]
-        for start, row in cut(parts, count):
-            part = value[start : start + row[0].numel()]
-            if len(row) == 1 and row[0].dtype == torch.float32:
-                row[0].copy_(part)
-                continue
-            held = [piece if piece.is_cpu else torch.empty_like(piece, device="cpu") for piece in row]
-            # Without a master, too: it is rounded as in a chunk that has one, so that layouts change no number.
-            kernels.split(part.to("cpu", torch.float32), held[0], held[1] if len(held) > 1 else None)
-            for piece, value_there in zip(row, held, strict=True):
-                if piece is not value_there:
-                    piece.copy_(value_there)
-        for chunk, flat in changed.items():
-            poke(self.store, chunk, offset, flat)
-        for chunk, tier in copies:
-            self.store.written(chunk, tier)
-        if changed:
-            self.written_on_ssd(place.chunk)
-
-    def load_value(self, member: int, kernels: Kernels) -> torch.Tensor:
-        """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides. Ranks that share
-        chunks call it together."""
-        place, share = self.places[member], self.shares[member]
-        flat = torch.empty(place.numel, dtype=torch.float32)
-        self.load_range(member, share.first, flat[share.first : share.first + share.numel], kernels)
-        self.collect(member, flat)
-        return flat.as_strided(place.shape, place.stride)
-
-    def load_range(self, member: int, first: int, out: torch.Tensor, kernels: Kernels) -> None:
-        """Fills `out` with its elements from `first` on, in storage order, which are this rank's; what is on SSD is
-        read."""
-        share, count = self.shares[member], out.numel()
-        if not count:
-            return
-        offset = share.offset + first - share.first
-        parts: list[Slices] = [
-            [(0, peek(self.store, chunk, offset, count))]
-            if tier == "ssd"
-            else list(chunk.slices(tier, offset, count))
-            for chunk, tier in self.copies(member)
-        ]
-        for start, row in cut(parts, count):
-            target = out[start : start + row[0].numel()]
-            if len(row) == 1:
-                target.copy_(row[0])
-            else:
-                kernels.join(row[0].cpu(), row[1].cpu(), target)
-
-    def lend_range(self, member: int, first: int, count: int) -> list[torch.Tensor] | None:
-        """The same where they lie: in one stretch of host memory, or in two to be joined."""
-        share, copies = self.shares[member], self.copies(member)
-        if copies and copies[-1][0].dtype == torch.float32:
-            copies = copies[-1:]  # a master of its own
-        offset = share.offset + first - share.first
-        found = [chunk.stretch(tier, offset, count) for chunk, tier in copies]
-        there = [one for one in found if one is not None]
-        return there if there and len(there) == len(copies) else None
 
 
 def refuse_parameter(name: str, parameter: torch.Tensor) -> None:

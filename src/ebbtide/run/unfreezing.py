@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ebbtide.run.elements import load_value, store_value
 from ebbtide.run.homes import Homes
 from ebbtide.run.model import dense
 from ebbtide.run.room import Room
@@ -46,10 +47,10 @@ class Unfreezing:
             homes.homes[index] = "device"  # a plan says nothing of state that there is not
         master = data.store.chunks.get(("master", index))
         if master is not None:
-            values = [(m, data.load_value(m, kernels)) for m in data.members[index]]
+            values = [(m, load_value(data, m, kernels)) for m in data.members[index]]
             homes.give_place(master, homes.homes[index])
             for member, value in values:
-                data.store_value(member, dense(value), kernels)
+                store_value(data, member, dense(value), kernels)
         if homes.homes[index] == "ssd":
             updates.drain()
             homes.restream()

@@ -13,6 +13,7 @@ from ebbtide.errors import StateError
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Chunk, Slices, cut
 from ebbtide.memory.glance import peek, poke
+from ebbtide.run.elements import copies_of
 from ebbtide.run.model import ModelData
 from ebbtide.run.taken import TakenSpace
 
@@ -73,7 +74,7 @@ class Writes:
                 self._carry_on(member)
 
     def _carry_on(self, member: int) -> None:
-        share, copies = self._data.shares[member], self._data.copies(member)
+        share, copies = self._data.shares[member], copies_of(self._data, member)
         if len(copies) < 2:
             return  # no master yet
         parts = [self._read(chunk, tier, share.offset, share.numel) for chunk, tier in copies]

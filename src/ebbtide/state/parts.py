@@ -15,6 +15,7 @@ import torch
 
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.glance import clear, poke
+from ebbtide.run import elements
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
 from ebbtide.state import values
@@ -72,13 +73,13 @@ def _weights(session: Session, member: int) -> Part:
     dtype = torch.float32 if has_master else data.parameter_chunk(place.chunk).dtype
 
     def load(first: int, out: torch.Tensor) -> None:
-        data.load_range(member, first, out, kernels)
+        elements.load_range(data, member, first, out, kernels)
 
     def store(first: int, flat: torch.Tensor) -> None:
         values.store(session, member, flat, first)
 
     def lend(first: int, count: int) -> list[torch.Tensor] | None:
-        return data.lend_range(member, first, count)
+        return elements.lend_range(data, member, first, count)
 
     key = f"{WEIGHTS}/{place.name}"
     return Part(

@@ -11,6 +11,7 @@ from ebbtide.errors import ConfigError, StateError, nearest
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.glance import peek
 from ebbtide.memory.parts import part_like, split_of
+from ebbtide.run import elements
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
 
@@ -46,7 +47,7 @@ def load(session: Session, name: str) -> torch.Tensor:
             return parameter.to("cpu", torch.float32 if parameter.is_floating_point() else None, copy=True)
         return master.cpu().clone().as_strided(parameter.shape, parameter.stride())
     member = session.data.names.index(name)
-    return session.data.load_value(member, session.updates.kernels["host"])
+    return elements.load_value(session.data, member, session.updates.kernels["host"])
 
 
 def whole(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
 
 def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> None:
     """Writes elements of a managed parameter, in storage order; a device copy that is out of date by that goes."""
-    session.data.store_value(member, flat, session.updates.kernels["host"], first)
+    elements.store_value(session.data, member, flat, session.updates.kernels["host"], first)
     index = session.data.places[member].chunk
     param = session.data.parameter_chunk(index)
     session.places.forget(index)

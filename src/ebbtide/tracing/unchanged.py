@@ -8,27 +8,30 @@ among their globals. What is reached otherwise (a registry that a library asks f
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 MOST = 100_000
-"""Entries that are looked at: a hook may be bound to a trainer that has a data set."""
+"""Entries that are looked at beside modules' attributes: a hook may be bound to a trainer that has a data set."""
 
 TENSORS = 1_000
-"""Tensors that are imagined for them."""
+"""Tensors that are imagined for what is not itself an attribute or a buffer."""
 
 _APART = {"torch", "ebbtide"}
 """Packages whose functions and objects are no business of the user's."""
 _CONTAINERS = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
 """No kinds of them, which may do more than hold when they are asked (load what they name, say)."""
+_ELSEWHERE = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 
 
@@ -53,88 +56,89 @@ class _Reach:
     """Containers that a pass may change, each with what it held."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, Any, bool]] = []
-        """Container, its contents, and whether tensors in it are replaced."""
+        self._held: list[tuple[Any, Any, float]] = []
+        """Container, its contents, and up to how many replaced tensors those in it are."""
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen: set[int] = set()
         self._left = MOST
+        self._todo: list[tuple[Any, float]] = []
 
     # -- finding --------------------------------------------------------------------------------------
 
     def module(self, module: nn.Module) -> None:
         """Its attributes; parameters are replaced by whoever imagines, and its children are modules of their own."""
         attributes = vars(module)
-        self._hold(attributes, True)
-        for name in ("_buffers", "_modules"):
-            self._hold(attributes[name], name == "_buffers")
-        for name, value in attributes.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                self._value(value, True)
+        for container in (attributes, module._buffers):
+            self._hold(container, math.inf)
+        self._hold(module._modules, 0)
+        self._todo += [(attributes[name], TENSORS) for name in attributes if name not in _ELSEWHERE]
         for kind in type(module).__mro__:
-            if _package(kind.__module__) not in _APART:
+            if id(kind) not in self._seen and _package(kind) not in _APART:
+                self._seen.add(id(kind))
                 for value in vars(kind).values():
                     self._code(value)
+        while self._todo:
+            self._value(*self._todo.pop())
 
-    def _hold(self, container: Any, replaced: bool) -> bool:
-        """False where it is known, or too large to be."""
-        if id(container) in self._seen or (count := _length(container)) > self._left:
-            return False
+    def _hold(self, container: Any, replaced: float) -> None:
         self._seen.add(id(container))
-        self._left -= count + 1
         contents = container.cell_contents if isinstance(container, CellType) else container.copy()
         self._held.append((container, contents, replaced))
+
+    def _is_new(self, container: Any) -> bool:
+        if id(container) in self._seen or len(container) > self._left:
+            return False
+        self._left -= len(container)
         return True
 
-    def _value(self, value: Any, replaced: bool) -> None:
-        """`replaced`: nobody else looks at it while a pass is imagined."""
+    def _value(self, value: Any, replaced: float) -> None:
+        """`replaced`: none where others may look at it while a pass is imagined."""
         if type(value) in _CONTAINERS:
-            if self._hold(value, replaced):
-                for one in list(value.values() if isinstance(value, dict) else value):
-                    self._value(one, replaced)
+            if self._is_new(value):
+                self._hold(value, replaced)
+                self._todo += [
+                    (one, replaced) for one in (value.values() if isinstance(value, dict) else value)
+                ]
         elif isinstance(value, tuple):
-            for one in value:
-                self._value(one, replaced)
-        elif callable(value) and not isinstance(value, type | nn.Module) and _is_code(value):
+            self._todo += [(one, replaced) for one in value]
+        elif isinstance(value, FunctionType | MethodType | partial):
             self._code(value)
-        elif _is_object(value) and self._hold(vars(value), replaced):
-            for one in list(vars(value).values()):
-                self._value(one, replaced)
+        elif _is_object(value) and self._is_new(vars(value)):
+            if not isinstance(value, SimpleNamespace) and not is_dataclass(value):
+                replaced = 0  # a trainer, say, whose loader has threads
+            self._hold(vars(value), replaced)
+            self._todo += [(one, replaced) for one in vars(value).values()]
 
     def _code(self, function: Any) -> None:
         """What a function changes without being given it."""
-        if isinstance(function, partial):
-            self._code(function.func)
-            self._values((*function.args, *function.keywords.values()))
-            return
-        if isinstance(function, MethodType):
-            self._value(function.__self__, False)
-            function = function.__func__
-        if not isinstance(function, FunctionType) or id(function) in self._seen:
-            return
-        if _package(function.__module__) in _APART:
+        while isinstance(function, partial | MethodType):
+            if isinstance(function, partial):
+                self._todo += [(one, 0) for one in (*function.args, *function.keywords.values())]
+                function = function.func
+            else:
+                self._todo.append((function.__self__, 0))
+                function = function.__func__
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in self._seen
+            or _package(function) in _APART
+        ):
             return
         self._seen.add(id(function))
         for cell in function.__closure__ or ():
-            if _is_bound(cell) and self._hold(cell, True):
-                self._value(cell.cell_contents, True)
-        self._values(function.__defaults__ or ())
+            if id(cell) not in self._seen and _is_bound(cell):
+                self._hold(cell, TENSORS)
+                self._todo.append((cell.cell_contents, TENSORS))
+        self._todo += [(one, 0) for one in function.__defaults__ or ()]
         for name in function.__code__.co_names:
             value = function.__globals__.get(name, _MISSING)
-            if value is not _MISSING:
-                self._global(function, name, value)
-
-    def _values(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self._value(value, False)
-
-    def _global(self, function: FunctionType, name: str, value: Any) -> None:
-        if isinstance(value, FunctionType):
-            if _package(value.__module__) == _package(function.__module__):
-                self._code(value)
-        elif not isinstance(value, type | ModuleType | nn.Module):
-            self._globals.append((function.__globals__, name, value))
-            if type(value) in _CONTAINERS:
-                self._value(value, False)
+            if isinstance(value, FunctionType):
+                if _package(value) == _package(function):
+                    self._todo.append((value, 0))
+            elif value is not _MISSING and not isinstance(value, type | ModuleType | nn.Module):
+                self._globals.append((function.__globals__, name, value))
+                if type(value) in _CONTAINERS:
+                    self._todo.append((value, 0))
 
     # -- changing and putting back --------------------------------------------------------------------
 
@@ -142,24 +146,22 @@ class _Reach:
         """A tensor that is held twice is one tensor."""
         known: dict[int, torch.Tensor] = {}
 
-        def other(value: Any) -> Any:
+        def other(value: Any, most: float) -> Any:
             if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
                 return value
             if id(value) not in known:
-                if len(known) == TENSORS:
+                if len(known) >= most:
                     return value
                 known[id(value)] = imagined(value)
             return known[id(value)]
 
-        for container, contents, replaced in self._held:
-            if not replaced or isinstance(container, set):
-                continue
+        for container, contents, most in self._held:
             if isinstance(container, CellType):
-                container.cell_contents = other(contents)
-                continue
-            for key, value in contents.items() if isinstance(container, dict) else enumerate(contents):
-                if (found := other(value)) is not value:
-                    container[key] = found
+                container.cell_contents = other(contents, most)
+            elif most and not isinstance(container, set):
+                for key, value in contents.items() if isinstance(container, dict) else enumerate(contents):
+                    if (found := other(value, most)) is not value:
+                        container[key] = found
 
     def put_back(self) -> None:
         for container, contents, _ in self._held:
@@ -173,12 +175,9 @@ class _Reach:
                 names[name] = value
 
 
-def _package(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
-def _length(container: Any) -> int:
-    return 1 if isinstance(container, CellType) else len(container)
+def _package(value: Any) -> str:
+    """Where a class or a function is from."""
+    return (value.__module__ or "").partition(".")[0]
 
 
 def _is_bound(cell: CellType) -> bool:
@@ -188,16 +187,12 @@ def _is_bound(cell: CellType) -> bool:
         return False
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType | partial)
-
-
 def _is_object(value: Any) -> bool:
     """One of the user's classes, with attributes."""
-    if isinstance(value, type | ModuleType | nn.Module | torch.Tensor):
+    kind = type(value)
+    if issubclass(kind, type | ModuleType | nn.Module | torch.Tensor) or _package(kind) in _APART:
         return False
-    package = _package(type(value).__module__)
-    if package in _APART or (package in sys.stdlib_module_names and package != "types"):
+    if _package(kind) in sys.stdlib_module_names and kind is not SimpleNamespace:
         return False
     return isinstance(getattr(value, "__dict__", None), dict)
 
