@@ -278,7 +278,6 @@ class Engine(ByName, Saved, Stepping):
                 self._session.abandon()  # nobody goes back from it
                 raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
         self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
-        self._session.updates.regroup(self.optimizer.param_groups)
 
     # -- beside the passes ----------------------------------------------------------------------------
 

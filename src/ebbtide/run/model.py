@@ -257,7 +257,11 @@ class ModelData:
         """The parameters that the user has given other memory (`p.data = ...`), which no version counts."""
         chunk = self.computed(index)
         assert chunk.device is not None
-        key = chunk.device.untyped_storage()._cdata
+        return self._elsewhere(index, chunk.device)
+
+    def _elsewhere(self, index: int, memory: torch.Tensor) -> list[int]:
+        """The chunk's parameters that do not lie in this memory."""
+        key = memory.untyped_storage()._cdata
         return [m for _, m in self._bound[index] if self.memory[m].untyped_storage()._cdata != key]
 
     def _take_back(self, index: int, members: list[int]) -> None:
@@ -310,8 +314,7 @@ class ModelData:
         away = self._placeholders.get(TORCH_DTYPES[self.layout.chunks[index].dtype])
         if away is None or self._known[index]:
             return False  # an interrupt has left some bound
-        key = away.untyped_storage()._cdata
-        found = [m for _, m in self._bound[index] if self.memory[m].untyped_storage()._cdata != key]
+        found = self._elsewhere(index, away)
         for member in found:
             self.memory[member].data = self._placeholder(member)
         return bool(found)
