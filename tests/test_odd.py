@@ -394,8 +394,9 @@ def test_a_managed_module_is_not_converted_nor_managed_twice(make: Any) -> None:
         ebbtide.initialize(nn.Sequential(module, nn.Linear(2, 2)), config_of())
     assert train(engine, 2) == plain(Net, 2)
     engine.close()
-    with pytest.raises(StateError, match="engine that is closed"):
-        module(**batch(0))
+    for use in (lambda: module(**batch(0)), module.state_dict, next(iter(module.children())).state_dict):
+        with pytest.raises(StateError, match="engine that is closed"):
+            use()
     with pytest.raises(ConfigError, match="engine that is closed"):
         ebbtide.initialize(module, config_of())
 

@@ -235,6 +235,7 @@ def test_signals(folder: Path, number: signal.Signals, left: int) -> None:
         assert not list(folder.iterdir())
     else:
         assert run.returncode == 128 + number and "Traceback" not in errors, errors
+        assert "is not saved" in errors
 
 
 def test_a_signal_waits_for_the_end_of_a_step() -> None:

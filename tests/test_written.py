@@ -173,10 +173,20 @@ def swapped(module: Net) -> None:
     module.layers[0], module.layers[1] = module.layers[1], module.layers[0]
 
 
+def removed(module: Net) -> None:
+    module.layers = module.layers[:4]
+
+
+def tied(module: Net) -> None:
+    module.layers[3].weight = module.layers[1].weight
+
+
 CHANGED: list[tuple[Callable[[Net], None], str]] = [
     (added, r"another layers\.5\.weight .* there was none of that name"),
     (replaced, r"another layers\.2\.weight .* it was put in its place since"),
     (swapped, r"another layers\.0\.weight .* it was layers\.1\.weight then"),
+    (removed, r"no longer has layers\.4\.weight"),
+    (tied, r"no longer has layers\.3\.weight"),
 ]
 
 
@@ -189,20 +199,22 @@ def test_a_module_that_is_another_since_is_refused(
         step(engine, 0)
         engine.save(tmp_path / "before")
         before = list(engine.module.layers)
-        weight, sha = engine.module.layers[2].weight, engine.weights_sha256()
+        weights, sha = [layer.weight for layer in before], engine.weights_sha256()
         change(engine.module)
         reads: list[Callable[[], Any]] = [
             engine.weights_sha256,
             engine.state_dict,
             lambda: engine.weights().__enter__(),
             lambda: engine.save(tmp_path / "after"),
+            lambda: engine.load(tmp_path / "before"),
             lambda: engine.export(tmp_path / "exported"),
         ]
         for read in reads:
             with pytest.raises(StateError, match=said):
                 read()
         assert not (tmp_path / "after").exists() and not (tmp_path / "exported").exists()
-        engine.module.layers[2].weight = weight  # of the layer that was there
+        for layer, weight in zip(before, weights, strict=True):
+            layer.weight = weight
         engine.module.layers = nn.ModuleList(before)
         assert engine.weights_sha256() == sha
         engine.load(tmp_path / "before")

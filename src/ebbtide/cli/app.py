@@ -62,6 +62,7 @@ BAD_INPUT = 2
 PACKAGE = Path(__file__).parents[1]
 _as_python_does = warnings.formatwarning
 INTERRUPTED, TERMINATED = 130, 143
+NOT_SAVED = "what was trained since the last checkpoint, else since the start, is not saved"
 
 
 class _Terminated(BaseException):
@@ -78,15 +79,16 @@ def run(arguments: Sequence[str]) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        return get_command(app).main(arguments, prog_name="ebbtide", standalone_mode=False) or 0
+        status = get_command(app).main(arguments, prog_name="ebbtide", standalone_mode=False) or 0
+        # typer makes an exit of Ctrl-C, and returns its status.
+        return _interrupted() if status == INTERRUPTED else status
     except EbbtideError as error:
         return _refuse(str(error))
     except _Terminated:
-        print("ebbtide: terminated; what was trained since the start is not saved", file=sys.stderr)
+        print(f"ebbtide: terminated; {NOT_SAVED}", file=sys.stderr)
         return TERMINATED
     except (typer.Abort, KeyboardInterrupt):
-        print("ebbtide: interrupted; what was trained since the start is not saved", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted()
     except MemoryError:
         return _refuse("out of memory: the machine has no more; take a smaller size")
     except OSError as error:
@@ -132,6 +134,11 @@ def _found(error: Any, arguments: Sequence[str]) -> str:
     given |= {flag: value for flag, equals, value in (a.partition("=") for a in arguments) if equals}
     flags = getattr(getattr(error, "param", None), "opts", [])
     return "".join(f", found {given[flag]!r}" for flag in flags if flag in given)
+
+
+def _interrupted() -> int:
+    print(f"ebbtide: interrupted; {NOT_SAVED}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _refuse(message: str) -> int:

@@ -241,9 +241,10 @@ def _transformers() -> Any:
 
 
 def _line(error: Exception) -> str:
-    """The part of a library's message that says what is wrong."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The part of a library's message that says what is wrong: its first line, and what a colon there announces."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    count = next((i for i, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:count]) if lines else type(error).__name__
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,6 +33,9 @@ def retire(module: nn.Module) -> None:
         "had its weights in an engine that is closed; build it again, or load it from a checkpoint"
     )
     module.register_forward_pre_hook(refuse, prepend=True)
+    for child in module.modules():
+        if child._parameters:
+            child.register_state_dict_pre_hook(refuse)
 
 
 class _Conversion:

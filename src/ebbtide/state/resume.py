@@ -50,6 +50,7 @@ def _group(session: Session, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose optimizer had other groups."""
+    values.names(session)  # or the groups have parameters without a name
     found, expected = facts["groups"], [_group(session, group) for group in groups]
     if len(found) != len(expected):
         raise ConfigError(

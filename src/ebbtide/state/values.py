@@ -28,6 +28,12 @@ def names(session: Session) -> list[str]:
                 f"{_what_became(name, parameter, taken)}. Change modules before initialize(), or write values with "
                 "engine.weights(name, write=True)"
             )
+    for name in taken:
+        if name not in found:
+            raise StateError(
+                f"the module no longer has {name}, which the engine took over: it was removed, or tied to another "
+                "parameter, since. Change modules before initialize(), or put it back"
+            )
     return list(found)
 
 
