@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -16,3 +17,10 @@ def not_on_ours(work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="collecting for ebbtide", daemon=True).start()
     else:
         work()
+
+
+def in_process(process: int, work: Callable[[], None]) -> None:
+    """The same, unless this is a forked child of the process that the work belongs to: it has the memory, and none of
+    the threads."""
+    if os.getpid() == process:
+        not_on_ours(work)

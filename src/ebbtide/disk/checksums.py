@@ -81,8 +81,8 @@ class Checksums:
                 begin, end = parts.get(block, (block * BLOCK, min((block + 1) * BLOCK, extent.nbytes)))
                 raise IntegrityError(
                     f"{where}: bytes {begin} to {end} of the extent at {extent.start} came back changed ({end - begin} "
-                    f"bytes): expected checksum {one:08x}, found {other:08x}; check the disk, and start again from "
-                    "a checkpoint"
+                    f"bytes): expected checksum {one:08x}, found {other:08x}; check the disk, close the engine, and "
+                    "load a checkpoint into another"
                 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -17,6 +19,8 @@ class Held:
     steps: int
     _session: Session
     _closed: bool
+    _process: int
+    """The one that has the engine's threads; a forked child of it does not."""
     _broken: str
     """Why some parameters are updated and others are not, until all of them are written."""
     _losses: list[torch.Tensor]
@@ -26,6 +30,11 @@ class Held:
         """The session, for reading and writing values."""
         if self._closed:
             raise StateError("the engine is closed; initialize() another one")
+        if os.getpid() != self._process:
+            raise StateError(
+                f"the engine was made by process {self._process} and is used by {os.getpid()}, a forked child, which "
+                "has none of its threads; give the child the values that it needs, or a module and an engine of its own"
+            )
         return self._session
 
     @property

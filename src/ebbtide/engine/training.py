@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,7 @@ class Engine(ByName, Saved, Stepping):
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self._broken = ""
         self._closed = self._gone = False
+        self._process = os.getpid()
         self._losses: list[torch.Tensor] = []
         self._stepping = False
         self._saver = Saver(self._session)
@@ -307,6 +309,8 @@ class Engine(ByName, Saved, Stepping):
         if self._gone:
             return
         self._closed = True
+        if os.getpid() != self._process:
+            return  # memory and files are the parent's to give back
         self._saver.close()
         self._session.close()
         retire(self.module)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ebbtide.backend.elsewhere import not_on_ours
+from ebbtide.backend.elsewhere import in_process
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.stream import StateStream
@@ -22,7 +23,7 @@ class Streaming:
     def __init__(self, store: ChunkStore, updater: Updater, states: Callable[[int], list[Chunk]]) -> None:
         self._store, self._updater, self._states = store, updater, states
         self._staged = _Staged(store)
-        weakref.finalize(self, not_on_ours, self._staged.give_back)
+        weakref.finalize(self, in_process, os.getpid(), self._staged.give_back)
         self.kept: dict[int, int] = {}
         """By chunk, how many of its pieces stay in RAM."""
         settle = weakref.WeakMethod(
