@@ -131,7 +131,11 @@ def test_unknown_names_are_refused(name: str, message: str) -> None:
         ("not json", "not valid JSON"),
         ("[1]", "no 'model_type'"),
         ('{"model_type": "gpt3"}', "unknown model_type 'gpt3'; did you mean"),
-        ('{"model_type": "gpt2", "n_embd": "wide"}', "Field 'n_embd' expected int, got str (value: 'wide')"),
+        (
+            '{"model_type": "gpt2", "n_embd": "wide"}',
+            "not a valid gpt2 config: Validation error for field 'n_embd': "
+            "TypeError: Field 'n_embd' expected int, got str (value: 'wide')",
+        ),
         ('{"model_type": "gpt2", "vocab_size": 100}', "needs a vocabulary of 256 or more; it has 100"),
         (
             '{"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}',

@@ -5,14 +5,13 @@ It knows nothing of configs' origins, files or users; nor of passes, which the s
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import nn
 
-from ebbtide.backend.elsewhere import in_process
+from ebbtide.backend.elsewhere import when_gone
 from ebbtide.config import Config
 from ebbtide.intercept import Interceptor, find_units
 from ebbtide.kernels import RULES, Kernels
@@ -90,7 +89,7 @@ class Machinery:
         self._plan_by(config)
         self.dispatchers = self._dispatch(layers)
         self._make_plans(companions)
-        weakref.finalize(self.executor, in_process, os.getpid(), partial(_release, self.store))
+        when_gone(self.executor, partial(_release, self.store))
 
     # -- putting together -----------------------------------------------------------------------------
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from ebbtide.backend.elsewhere import in_process
+from ebbtide.backend.elsewhere import when_gone
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.stream import StateStream
@@ -23,7 +22,7 @@ class Streaming:
     def __init__(self, store: ChunkStore, updater: Updater, states: Callable[[int], list[Chunk]]) -> None:
         self._store, self._updater, self._states = store, updater, states
         self._staged = _Staged(store)
-        weakref.finalize(self, in_process, os.getpid(), self._staged.give_back)
+        when_gone(self, self._staged.give_back)
         self.kept: dict[int, int] = {}
         """By chunk, how many of its pieces stay in RAM."""
         settle = weakref.WeakMethod(
