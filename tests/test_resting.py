@@ -181,6 +181,35 @@ def test_held_chunks_may_leave_when_their_graph_is_gone() -> None:
     assert shas[0] == shas[1]
 
 
+def test_a_graph_of_a_pass_that_raised_finds_its_weights() -> None:
+    """Somebody keeps what a module made, before another raises."""
+    grown = []
+    for rests in (True, False):
+        engine = engine_of("gpt2", rests, **BESIDE_A_HOST)
+        steps(engine, "gpt2", range(4))
+        batch, layers, kept = zoo.ZOO["gpt2"].batch(5), engine.module.transformer.h, list[torch.Tensor]()
+        handles = [
+            layers[0].register_forward_hook(lambda _, __, made, kept=kept: kept.append(made)),  # type: ignore[misc]
+            layers[1].register_forward_hook(_raise),
+        ]
+        with pytest.raises(ZeroDivisionError):
+            engine(**batch)
+        for handle in handles:
+            handle.remove()
+        assert engine._session.resting.now is rests
+        assert any(may_leave(engine)) is not rests
+        evict_all(engine)
+        [found] = torch.autograd.grad(kept[0].float().square().mean(), layers[0].ln_1.weight)
+        grown.append(found)
+        kept.clear()
+        assert all(may_leave(engine)) or not rests
+        steps(engine, "gpt2", range(6, 8))
+        assert all(may_leave(engine))
+        engine.check_integrity()
+        engine.close()
+    assert grown[0].isfinite().all() and torch.equal(grown[0], grown[1])
+
+
 def test_a_graph_that_outlives_the_pass_finds_its_weights() -> None:
     """Two forward passes, and something wants room between their backward passes."""
     shas = []

@@ -53,8 +53,8 @@ class Resting:
         self._arrived: set[int] = set()
         self._captured = 0
         self._graphs = updates.data.store.graphs
-        self._nodes: list[Any] = []
-        """What leads to the parameters' gradients, while a graph is being made."""
+        self._making: _Mark | None = None
+        """Of a graph that is being made."""
         self._alone = False
         """Whether there were no graphs when the pass began."""
         updates.data.before_unbinding = WeakMethod(self.stop)
@@ -107,15 +107,19 @@ class Resting:
         """A graph is about to be made, in a pass that may rest (Note [graphs that rest])."""
         if self._plan is None or not self._can_move:
             return
-        mark = _Mark()
-        self._nodes = [get_gradient_edge(p).node for p in self._updates.data.parameters if p.requires_grad]
-        for node in self._nodes:
-            node.metadata[_KEY] = mark
-        self._graphs.add(mark)
+        self._making = _Mark()
+        self._graphs.add(self._making)
 
     def built(self) -> None:
-        """It has been made, and holds what it leads to."""
-        self._nodes = []
+        """As much of it as will be has been made, and holds what it leads to. Not before: a GPU waits for the first
+        operators, and is busy now."""
+        if self._making is None:
+            return
+        for parameter in self._updates.data.parameters:
+            if parameter.requires_grad:
+                node: Any = get_gradient_edge(parameter).node
+                node.metadata[_KEY] = self._making
+        self._making = None
 
     def stop(self) -> None:
         """Parameters leave: from now on whoever wants one has to say so."""
@@ -125,7 +129,7 @@ class Resting:
 
     def end(self) -> None:
         """The pass is over, or given up."""
-        self._nodes = []
+        self.built()
         if self._can_move:
             self._interceptor.rest(False)
 
