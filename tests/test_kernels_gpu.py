@@ -84,6 +84,36 @@ def test_update(rule, form, gradient):
         )
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [None, "gradient", "loss"])
+def test_guarded_updates(form, bad):
+    """The same as others, or none at all; `finite` says which."""
+    for n in SIZES:
+        mine = make(form, FORMS[form][0], n)
+        theirs, before = copy_of(mine), copy_of(mine)
+        good = torch.full((2050,), 2.0, device=DEVICE)
+        poor = good * (torch.inf if bad == "gradient" else 1.0)
+        losses = [torch.tensor(torch.nan if bad == "loss" else 1.0, device=DEVICE)]
+        sums = [TRITON.sum_of_squares(good), TRITON.sum_of_squares(good[:0]), FALLBACK.sum_of_squares(good)]
+        sums = [*sums[:2], torch.as_tensor(sums[2], device=DEVICE), TRITON.sum_of_squares(poor)]
+        coefficients = ADAMW.coefficients(GROUP, 3, 0.37)
+        guarded = TRITON.guarded(sums, losses)
+        guarded.update_all(ADAMW, [(mine, coefficients)])
+        assert guarded.finite() is (bad is None)
+        if bad is None:
+            TRITON.update(ADAMW, theirs, coefficients)
+        for a, b, c in zip(written(mine), written(theirs), written(before), strict=True):
+            assert same(a, b)
+            assert bad is None or same(a, c)
+
+
+def test_what_the_host_has_to_look_at_is_not_guarded():
+    x = torch.ones(5000, device=DEVICE)
+    assert TRITON.guarded([], []) is None
+    assert TRITON.guarded([TRITON.sum_of_squares(x), 3.0], []) is None
+    assert TRITON.guarded([TRITON.sum_of_squares(x), None], []) is None
+
+
 def test_gradient_in_the_parameters_space():
     apart = make("bf16", torch.bfloat16, 5000)
     space = apart.gradient.clone()

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from ebbtide.config import OptimizerConfig
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
@@ -33,6 +34,13 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "a closure would evaluate the model again inside the update; call engine.step()"
             )
         self._update()
+
+    @property
+    def overheard(self) -> bool:
+        """Whether somebody else's code runs as a step begins, which may change settings or weights."""
+        step = vars(self).get("step")
+        replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+        return replaced or bool(self._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that are held; after a step there are none."""

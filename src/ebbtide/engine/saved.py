@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
+from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.companions import others_too
 from ebbtide.run.course import IDLE
 from ebbtide.run.scaler import LossScaler
@@ -21,7 +22,7 @@ from ebbtide.state.saving import Saver
 
 
 class Saved(Held):
-    optimizer: torch.optim.Optimizer
+    optimizer: EngineOptimizer
     _scaler: LossScaler | None
     _saver: Saver
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ebbtide.engine.held import Held
 from ebbtide.errors import NonFiniteError, StateError
+from ebbtide.kernels import Guarded
+from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import STEP
 from ebbtide.state.saving import Saver
@@ -26,7 +30,7 @@ class StepResult:
 
 
 class Stepping(Held):
-    optimizer: torch.optim.Optimizer
+    optimizer: EngineOptimizer
     _scaler: LossScaler | None
     _saver: Saver
     _stepping: bool
@@ -61,6 +65,9 @@ class Stepping(Held):
             return StepResult(True, loss_scale=self.loss_scale)
         updates = session.updates
         session.foresee()
+        unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
+        if self._step_guarded(losses, unscale):
+            return StepResult(True, loss_scale=self.loss_scale)
         bad = self._nonfinite(losses)
         if bad and (self._scaler is not None or self.config.nonfinite == "continue"):
             session.drop_gradients()
@@ -75,7 +82,6 @@ class Stepping(Held):
                 f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
                 'gradients, or set nonfinite = "continue" to skip such steps' + self._what_is_away()
             )
-        unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
         norm: float | None = None
         factor = unscale
         if self.config.clip is not None or self._scaler is not None:
@@ -124,14 +130,45 @@ class Stepping(Held):
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         return said(f"the gradient of {names[0]}{more} is not finite" if names else "")
 
+    def _step_guarded(self, losses: list[torch.Tensor], factor: float) -> bool:
+        """Where nothing else decides about the update than whether all is finite, a GPU is given it before the host
+        knows, and does not wait for it. False where the host has to look: nothing has been changed."""
+        decided = self._scaler is None and self.config.clip is None and self._companions is None
+        if not decided or self.optimizer.overheard or any(self._session.unmanaged.arrived()):
+            return False
+        guarded = self._session.updates.guarded(losses)
+        if guarded is None:
+            return False
+        self._factor = factor
+        chunks = self._session.updates.chunks
+        with self._no_way_back():
+            chunks.start_foreseen(factor, guarded)
+            finite, interrupt = _outlast(guarded)
+            if finite:
+                self._step_optimizer()
+        if not finite:
+            chunks.forget()
+        try:
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            del interrupt  # it holds this frame
+        return finite
+
+    @contextmanager
+    def _no_way_back(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._broken = "an exception inside the update left some parameters updated and others not"
+            raise
+
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls."""
         self._stepping = True
         try:
-            self.optimizer.step()
-        except BaseException:
-            self._broken = "an exception inside the update left some parameters updated and others not"
-            raise
+            with self._no_way_back():
+                self.optimizer.step()
         finally:
             self._stepping = False
 
@@ -152,3 +189,12 @@ class Stepping(Held):
             session.apply(self._factor)
             session.unmanaged.apply(self.optimizer.param_groups, self._factor)
         self.steps += 1
+
+
+def _outlast(guarded: Guarded) -> tuple[bool, BaseException | None]:
+    """Whether the device found all finite, and what interrupted the wait, which is most of a step: what has been started
+    is brought to its end first."""
+    try:
+        return guarded.finite(), None
+    except BaseException as interrupt:
+        return guarded.finite(), interrupt

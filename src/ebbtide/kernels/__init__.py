@@ -2,7 +2,7 @@
 
 import warnings
 
-from ebbtide.kernels.base import BLOCK, Kernels, Operands
+from ebbtide.kernels.base import BLOCK, Guarded, Kernels, Operands
 from ebbtide.kernels.cpu import NativeKernels
 from ebbtide.kernels.fallback import FallbackKernels
 from ebbtide.kernels.rule import ADAM, ADAMW, RULES, Rule
@@ -13,6 +13,7 @@ __all__ = [
     "BLOCK",
     "RULES",
     "FallbackKernels",
+    "Guarded",
     "Kernels",
     "NativeKernels",
     "Operands",

@@ -153,6 +153,16 @@ class Operands:
             raise ValueError("the gradient lies in the parameter's space, and there is no separate master")
 
 
+class Guarded(Protocol):
+    """Updates that change nothing unless certain numbers are finite, which the device asks when it comes to them."""
+
+    def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+        """As `Kernels.update_all`."""
+
+    def finite(self) -> bool:
+        """Waits until the device knows, and for nothing that it was given later."""
+
+
 class Kernels(Protocol):
     """The operations that may run on any device without changing a number."""
 
@@ -161,6 +171,10 @@ class Kernels(Protocol):
 
     def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
         """Those of several, which have no element in common; begun while the next are still being listed."""
+
+    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[Tensor]) -> Guarded | None:
+        """Updates that depend on whether what was summed is finite, and losses are. None where the host sees that as
+        soon as the device does."""
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         """Copy or add a gradient; returns the sum of squares of the result, in memory order.

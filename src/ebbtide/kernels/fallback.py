@@ -11,6 +11,7 @@ from ebbtide.kernels.base import (
     BLOCK,
     LANES,
     TYPES,
+    Guarded,
     Operands,
     form_of,
     require_bytes,
@@ -42,6 +43,9 @@ class FallbackKernels:
     def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
         for operands, coefficients in pieces:
             self.update(rule, operands, coefficients)
+
+    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[Tensor]) -> Guarded | None:
+        return None
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         require_capture(destination, source)

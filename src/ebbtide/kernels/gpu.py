@@ -15,7 +15,7 @@ add up to is finished by the host, for all gradients in one go, when somebody as
 # mypy: disable-error-code="no-untyped-def"
 # Triton compiles the functions under @triton.jit and reads annotations in its own way.
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, SupportsFloat
 
@@ -73,6 +73,7 @@ def _adam(
     master_at,
     m_at,
     v_at,
+    guard_at,
     n,
     scale,
     b1,
@@ -87,8 +88,11 @@ def _adam(
     FORM: tl.constexpr,
     GRADIENT: tl.constexpr,
     SIZE: tl.constexpr,
+    GUARDED: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    if GUARDED:
+        n = n * tl.load(guard_at)  # 1 or 0
     inside = i < n
     if FORM == "split":
         high = tl.load(p_at + i, mask=inside, other=0).to(tl.int32)
@@ -242,24 +246,17 @@ class TritonKernels(FallbackKernels):
     """`Kernels` in Triton (see base.py). Sums stay on the device until they are read."""
 
     def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
-        o = operands
-        if rule.name not in DECOUPLED:
-            return super().update(rule, o, coefficients)
-        length = o.parameter.numel()
-        if length == 0:
-            return None
-        parameter = _raw(o.parameter)
-        _ADAM(
-            triton.cdiv(length, ELEMENTS),
-            (parameter, _raw(o.gradient), parameter if o.master is None else o.master, *o.states),
-            length,
-            coefficients,
-            DECOUPLED[rule.name],
-            form_of(o.parameter, o.master),
-            TYPES[o.gradient.dtype],
-            ELEMENTS,
-        )
-        return None
+        if rule.name in DECOUPLED:
+            _update(rule, operands, coefficients, None)
+        else:
+            super().update(rule, operands, coefficients)
+
+    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[Tensor]) -> "_Guarded | None":
+        parts = [one.parts if isinstance(one, Sums) else one for one in sums]
+        numbers = [one.reshape(-1).to(torch.float64) for one in (*parts, *losses) if isinstance(one, Tensor)]
+        if len(numbers) < len(parts) + len(losses) or len({one.device for one in numbers}) != 1:
+            return None  # some of it is the host's to look at
+        return _Guarded(self, numbers)
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         require_capture(destination, source)
@@ -283,6 +280,51 @@ class TritonKernels(FallbackKernels):
             _in_pairs(list(islice(numbers, one.parts.numel()))) if isinstance(one, Sums) else float(one)
             for one in sums
         ]
+
+
+class _Guarded:
+    """`Guarded`: a flag on the device, and a copy for the host that is made before anything else is."""
+
+    def __init__(self, kernels: TritonKernels, numbers: Sequence[Tensor]) -> None:
+        self._kernels = kernels
+        self._flag = torch.cat(tuple(numbers)).isfinite().all().to(torch.int32).view(1)
+        self._said = torch.empty(1, dtype=torch.int32, pin_memory=self._flag.is_cuda)
+        self._said.copy_(self._flag, non_blocking=True)
+        self._event = None
+        if self._flag.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self._flag.device))
+
+    def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
+        if rule.name in DECOUPLED:
+            for operands, coefficients in pieces:
+                _update(rule, operands, coefficients, self._flag)
+        elif self.finite():
+            self._kernels.update_all(rule, pieces)
+
+    def finite(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._said.item())
+
+
+def _update(rule: Rule, o: Operands, coefficients: Sequence[float], guard: Tensor | None) -> None:
+    length = o.parameter.numel()
+    if length == 0:
+        return
+    parameter = _raw(o.parameter)
+    master = parameter if o.master is None else o.master
+    _ADAM(
+        triton.cdiv(length, ELEMENTS),
+        (parameter, _raw(o.gradient), master, *o.states, o.states[0] if guard is None else guard),
+        length,
+        coefficients,
+        DECOUPLED[rule.name],
+        form_of(o.parameter, o.master),
+        TYPES[o.gradient.dtype],
+        ELEMENTS,
+        guard is not None,
+    )
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.backend import Event
-from ebbtide.kernels import Kernels, Operands, Rule
+from ebbtide.errors import StateError
+from ebbtide.kernels import Guarded, Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
 from ebbtide.run.foreseen import Foreseen, carry_out, foresee
 from ebbtide.run.jobs import Bring, brought
@@ -53,8 +54,8 @@ class ChunkUpdates:
         self.homes: list[str] = []
         """By chunk: where its optimizer state lives."""
         self._foreseen: dict[int, Foreseen] = {}
-        self._started: set[int] = set()
-        """Chunks whose update has been started as it was foreseen."""
+        self._started: dict[int, list[Segment]] = {}
+        """Chunks whose update has been started as it was foreseen, and how."""
         self._kinds = ("master", *rule.states)
 
     def state_chunks(self, index: int) -> list[Chunk]:
@@ -80,15 +81,21 @@ class ChunkUpdates:
             if found is not None:
                 self._foreseen[index] = found
 
-    def start_foreseen(self, scale: float) -> None:
+    def start_foreseen(self, scale: float, guarded: Guarded | None = None) -> None:
         """The arithmetic of all updates that are as foreseen; `update` does the rest."""
+        kernels = guarded or self.kernels["device"]
         for index, made in self._foreseen.items():
             segments = list(self.steps.segments(made.members, scale, ahead=1))
-            if not self.data.written(index) and carry_out(made, segments, self.kernels["device"], self.rule):
-                self._started.add(index)
+            if not self.data.written(index) and carry_out(made, segments, kernels, self.rule):
+                self._started[index] = segments
                 # At once: the chunk may leave for another's update before its own books are kept.
                 self.store.written(self.data.parameter_chunk(index), "device")
         self._foreseen.clear()
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether some are."""
+        return bool(self._foreseen)
 
     def forget(self) -> None:
         """Nothing of what was foreseen comes."""
@@ -123,7 +130,15 @@ class ChunkUpdates:
         self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
     ) -> None:
         param = self.data.parameter_chunk(index)
-        if index not in self._started:
+        started = self._started.get(index)
+        if started is not None:
+            if started != [segment for _, segment in self._segments(sources, scale)]:
+                raise StateError(
+                    f"the settings of {self.data.names[self.data.members[index][0]]} were changed inside "
+                    "optimizer.step(), after its update had begun; change param groups between steps, or in a hook "
+                    "(optimizer.register_step_pre_hook)"
+                )
+        else:
             with self.places.placed(param, "device"):
                 for source, members in sources.items():
                     with self.places.placed(source, "device"):

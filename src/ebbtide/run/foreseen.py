@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.kernels import Kernels, Operands, Rule
+from ebbtide.kernels import Guarded, Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk
 from ebbtide.run.steps import Segment, Steps
 
@@ -47,7 +47,7 @@ def foresee(
     return Foreseen(tuple(members), memory, tuple(found), tuple(operands))
 
 
-def carry_out(made: Foreseen, segments: Sequence[Segment], kernels: Kernels, rule: Rule) -> bool:
+def carry_out(made: Foreseen, segments: Sequence[Segment], kernels: Kernels | Guarded, rule: Rule) -> bool:
     """False, and nothing is done, where something is not as it was foreseen: moved, or grouped anew."""
     moved = any(chunk.device is not there or not chunk.device_valid for chunk, there in made.memory)
     if moved or tuple((one.offset, one.count) for one in segments) != made.segments:

@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from ebbtide.errors import NonFiniteError, StateError, second_gradient
-from ebbtide.kernels import Kernels, Rule
+from ebbtide.kernels import Guarded, Kernels, Rule
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.parts import part_like
 from ebbtide.plan.shape import WHOLE_GRAD
@@ -253,6 +253,13 @@ class Updates:
             members = self._arrived(index)
             if members and not any(member in self.kept for member in members):
                 self.chunks.foresee(index, self._sources(index, members))
+
+    def guarded(self, losses: Sequence[torch.Tensor]) -> Guarded | None:
+        """Where updates were foreseen: such as need not wait until the host has looked at the gradients."""
+        if not self.chunks.foreseen:
+            return None
+        sums = [self.squares[member] for member, count in enumerate(self.arrived) if count]
+        return self.kernels["device"].guarded(sums, losses)
 
     def apply(self, scale: float) -> None:
         """Starts the update of every chunk that has gradients, in forward order."""
