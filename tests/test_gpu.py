@@ -21,6 +21,7 @@ CUDA = {"kind": "cuda"}
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "unclipped": {"clip": None},
     "page": {"layout": "page"},
     "tensor": {"layout": "tensor"},
     "separate": {"master": "separate"},
@@ -129,3 +130,35 @@ def test_large_moves(updates: str) -> None:
             found, stats = trained(**tight, **change)
             assert found == sha
             assert stats["moved_bytes"]["host_to_device"] > 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_card_decides_about_updates_as_the_host_does(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host looks first where passes are followed. One step is refused, and changes nothing."""
+    from ebbtide.kernels import gpu
+
+    decided: list[Any] = []
+    decision = gpu._Guarded.decision
+    monkeypatch.setattr(gpu._Guarded, "decision", lambda self: decided.append(decision(self)) or decided[-1])
+    found = []
+    for rests in (True, False):
+        config = config_of(device=CUDA, clip=clip, nonfinite="continue", accumulate=2)
+        engine = ebbtide.initialize(zoo.build("gpt2"), config)
+        if not rests:
+            engine._session.resting.rule_out()
+        results, shas = [], []
+        for step in range(9):
+            for micro in range(2):
+                loss = engine(**batch_of("gpt2", 2 * step + micro, torch.bfloat16, engine.device)).loss
+                engine.backward(loss * (float("inf") if step == 6 else 1.0))
+            results.append(engine.step())
+            shas.append(engine.weights_sha256())
+        engine.check_integrity()
+        found.append((results, shas, engine.steps))
+        engine.close()
+        assert bool(decided) is rests and (None in decided) is rests
+        decided.clear()
+    assert found[0] == found[1]
+    assert results[6].skipped and shas[6] == shas[5] != shas[7]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsFloat
 
@@ -14,7 +15,7 @@ import ebbtide
 import zoo
 from ebbtide.engine import training
 from ebbtide.errors import NonFiniteError, StateError
-from ebbtide.kernels import FallbackKernels, Operands, Rule
+from ebbtide.kernels import Decision, FallbackKernels, Operands, Rule, Scaling
 from harness import config_of
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -24,31 +25,36 @@ BESIDE_A_HOST = {"host": {"memory": 8_000_000}, "clip": None}
 
 
 class Late:
-    """Updates as a GPU does them: it finds out whether it should when it comes to them, and tells who asks."""
+    """Updates as a GPU does them: it finds out how, and whether, when it comes to them, and tells who asks."""
 
-    def __init__(self, deeds: list[str], kernels: FallbackKernels, numbers: torch.Tensor) -> None:
-        self.deeds, self._kernels, self._numbers = deeds, kernels, numbers
-        self.interrupts: list[BaseException] = []
+    def __init__(
+        self, kernels: LateKernels, sums: Sequence[float], losses: Sequence[torch.Tensor], scaling: Scaling
+    ) -> None:
+        self._kernels, self._deeds = kernels, kernels.deeds
+        self._found = scaling.decide(sum(sums)) if all(map(math.isfinite, [*sums, *losses])) else None
 
     def update_all(self, rule: Rule, pieces: Pieces) -> None:
-        self.deeds.append("update")
-        if self._numbers.isfinite().all():
-            self._kernels.update_all(rule, pieces)
+        self._deeds.append("update")
+        if self._found is not None:
+            scale = torch.tensor(self._found.factor, dtype=torch.float32).item()
+            self._kernels.update_all(rule, [(o, (scale, *coefficients[1:])) for o, coefficients in pieces])
 
-    def finite(self) -> bool:
-        self.deeds.append("look")
-        if "interrupt" in self.deeds:
-            self.deeds.remove("interrupt")
+    def decision(self) -> Decision | None:
+        self._deeds.append("look")
+        if "interrupt" in self._deeds:
+            self._deeds.remove("interrupt")
             raise KeyboardInterrupt
-        return bool(self._numbers.isfinite().all())
+        return self._found
 
 
 class LateKernels(FallbackKernels):
     def __init__(self) -> None:
         self.deeds: list[str] = []
 
-    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[torch.Tensor]) -> Late:
-        return Late(self.deeds, self, torch.tensor([float(number) for number in (*sums, *losses)]))
+    def guarded(
+        self, rule: Rule, sums: Sequence[SupportsFloat], losses: Sequence[torch.Tensor], scaling: Scaling
+    ) -> Late:
+        return Late(self, [float(one) for one in sums], losses, scaling)
 
 
 @pytest.fixture
@@ -88,18 +94,18 @@ def both(deed: Callable[[ebbtide.Engine, bool], None], **changes: Any) -> None:
     assert shas[0] == shas[1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp32"}])
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp32"}, {"clip": 0.5}])
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_numbers_and_counts_are_those_of_steps_that_look_first(
     name: str, changes: dict[str, Any], deeds: list[str]
 ) -> None:
-    shas = []
+    shas, said = [], []
     for rests in (True, False):
         engine = engine_of(name, rests, **changes)
         results = steps(engine, range(3), name)
         deeds.clear()
         results += steps(engine, range(3, 6), name)
-        assert all(result.updated for result in results)
+        said.append(results)
         assert ("update" in deeds) is rests
         assert deeds.count("look") == (3 if rests else 0)
         assert not rests or (deeds[0], deeds[-1]) == ("update", "look")
@@ -109,6 +115,8 @@ def test_numbers_and_counts_are_those_of_steps_that_look_first(
         shas.append((engine.weights_sha256(), found["moved_bytes"], found["traces"]))
         engine.close()
     assert shas[0] == shas[1]
+    assert said[0] == said[1] and all(result.updated for result in said[0][3:])
+    assert (said[0][-1].grad_norm is not None) is ("clip" in changes)
 
 
 def refused_loss(engine: ebbtide.Engine) -> None:
@@ -274,3 +282,22 @@ def test_parameters_outside_the_chunks_are_looked_at_by_the_host(deeds: list[str
         assert not deeds
 
     both(deed, unmanaged=["transformer.ln_f.*"])
+
+
+def test_loss_scaling_skips_backs_off_and_grows_alike(deeds: list[str]) -> None:
+    said = []
+
+    def deed(engine: ebbtide.Engine, rests: bool) -> None:
+        engine._scaler.interval = 3  # type: ignore[union-attr]
+        steps(engine, range(3))
+        deeds.clear()
+        said.append(steps(engine, range(3, 12)))
+        said[-1] += steps(engine, [12], factor=1e30) + steps(engine, range(13, 16))
+        assert ("update" in deeds) is rests
+
+    both(deed, precision="fp16", accumulate=2, clip=0.5)
+    assert said[0] == said[1]
+    assert (
+        len({result.loss_scale for result in said[0]}) > 1 and said[0][-1].updated and said[0][-1].grad_norm
+    )
+    assert any(result.skipped for result in said[0])

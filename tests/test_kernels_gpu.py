@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from ebbtide.kernels import ADAM, ADAMW, FallbackKernels, Operands, Rule, gpu_kernels
+from ebbtide.kernels import ADAM, ADAMW, FallbackKernels, Operands, Rule, Scaling, gpu_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -84,34 +84,61 @@ def test_update(rule, form, gradient):
         )
 
 
+def many_sums(bad=None):
+    """Those of gradients of all sizes, as captures leave them, with what the host reads of them; and losses."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [5000, 0, 1, *torch.randint(1, 9000, (37,), generator=generator).tolist(), 1024 * 1500 + 7]
+    vectors = [
+        torch.randn(n, generator=generator).to(DEVICE) for n in lengths if n < 10_000 or DEVICE == "cuda"
+    ]
+    if bad == "gradient":
+        vectors[7][-1] = torch.inf
+    sums = [TRITON.sum_of_squares(vector) for vector in vectors]
+    sums[3] = torch.as_tensor(FALLBACK.sum_of_squares(vectors[3]), device=DEVICE)
+    found = torch.tensor([0.3, torch.nan if bad == "loss" else 2.0], dtype=torch.bfloat16, device=DEVICE)
+    return sums, list(found)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", [None, "gradient", "loss"])
 def test_guarded_updates(form, bad):
-    """The same as others, or none at all; `finite` says which."""
+    """The same as others, or none at all; the decision says which."""
+    sums, losses = many_sums(bad)
     for n in SIZES:
         mine = make(form, FORMS[form][0], n)
         theirs, before = copy_of(mine), copy_of(mine)
-        good = torch.full((2050,), 2.0, device=DEVICE)
-        poor = good * (torch.inf if bad == "gradient" else 1.0)
-        losses = [torch.tensor(torch.nan if bad == "loss" else 1.0, device=DEVICE)]
-        sums = [TRITON.sum_of_squares(good), TRITON.sum_of_squares(good[:0]), FALLBACK.sum_of_squares(good)]
-        sums = [*sums[:2], torch.as_tensor(sums[2], device=DEVICE), TRITON.sum_of_squares(poor)]
-        coefficients = ADAMW.coefficients(GROUP, 3, 0.37)
-        guarded = TRITON.guarded(sums, losses)
-        guarded.update_all(ADAMW, [(mine, coefficients)])
-        assert guarded.finite() is (bad is None)
-        if bad is None:
-            TRITON.update(ADAMW, theirs, coefficients)
+        guarded = TRITON.guarded(ADAMW, sums, losses, Scaling(0.37, 0.7))
+        guarded.update_all(ADAMW, [(mine, ADAMW.coefficients(GROUP, 3, 77.0))])
+        found = guarded.decision()
+        assert (found is None) is (bad is not None)
+        if found is not None:
+            TRITON.update(ADAMW, theirs, ADAMW.coefficients(GROUP, 3, found.factor))
         for a, b, c in zip(written(mine), written(theirs), written(before), strict=True):
             assert same(a, b)
-            assert bad is None or same(a, c)
+            assert found is not None or same(a, c)
+
+
+@pytest.mark.parametrize("clip", [None, 0.3, 1e9, 1e-9])
+@pytest.mark.parametrize("unscale", [1.0, 1 / 3, 2.0**-16 / 7])
+def test_the_device_decides_as_the_host(clip, unscale):
+    sums, losses = many_sums()
+    total = 0.0
+    for one in TRITON.read(sums):
+        total += one
+    scaling = Scaling(unscale, clip)
+    for count in (len(sums), 1):
+        some = sum(TRITON.read(sums[:count])) if count == 1 else total
+        assert TRITON.guarded(ADAMW, sums[:count], losses, scaling).decision() == scaling.decide(some)
+        assert TRITON.guarded(ADAMW, sums[:count], [], scaling).decision() == scaling.decide(some)
 
 
 def test_what_the_host_has_to_look_at_is_not_guarded():
-    x = torch.ones(5000, device=DEVICE)
-    assert TRITON.guarded([], []) is None
-    assert TRITON.guarded([TRITON.sum_of_squares(x), 3.0], []) is None
-    assert TRITON.guarded([TRITON.sum_of_squares(x), None], []) is None
+    sums, losses = many_sums()
+    scaling = Scaling(1.0, None)
+    assert TRITON.guarded(ADAMW, [], losses, scaling) is None
+    assert TRITON.guarded(ADAMW, [*sums, 3.0], losses, scaling) is None
+    assert TRITON.guarded(ADAMW, [*sums, None], losses, scaling) is None
+    assert TRITON.guarded(Rule("sgd", (), ADAMW.coefficients, None), sums, losses, scaling) is None
 
 
 def test_gradient_in_the_parameters_space():

@@ -11,7 +11,7 @@ import torch
 
 from ebbtide.engine.held import Held
 from ebbtide.errors import NonFiniteError, StateError
-from ebbtide.kernels import Guarded
+from ebbtide.kernels import Decision, Guarded, Scaling
 from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import STEP
@@ -63,41 +63,42 @@ class Stepping(Held):
             self._refuse_nonfinite_outside()
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
-        updates = session.updates
         session.foresee()
         unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
-        if self._step_guarded(losses, unscale):
-            return StepResult(True, loss_scale=self.loss_scale)
-        bad = self._nonfinite(losses)
-        if bad and (self._scaler is not None or self.config.nonfinite == "continue"):
-            session.drop_gradients()
-            session.unmanaged.discard()
-            if self._scaler is not None:
-                self._scaler.update(True)
-            return StepResult(False, True, loss_scale=self.loss_scale)
-        if bad:
-            session.drop_gradients()
-            session.unmanaged.discard()
+        scaling = Scaling(unscale, self.config.clip)
+        decision = self._step_guarded(losses, scaling)
+        if decision is None:
+            if bad := self._nonfinite(losses):
+                return self._refuse(bad)
+            decision = self._decide(scaling)
+            self._take(decision)
+        norm = decision.norm if self._norm_matters else None
+        return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+
+    def _refuse(self, bad: str) -> StepResult:
+        """Gradients that are not finite, which says `bad`."""
+        self._session.drop_gradients()
+        self._session.unmanaged.discard()
+        if self._scaler is not None:
+            self._scaler.update(True)
+        elif self.config.nonfinite != "continue":
             raise NonFiniteError(
                 f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
                 'gradients, or set nonfinite = "continue" to skip such steps' + self._what_is_away()
             )
-        norm: float | None = None
-        factor = unscale
-        if self.config.clip is not None or self._scaler is not None:
-            total = updates.square_sum()
-            for name in sorted(squares := session.unmanaged.squares()):
-                total += squares[name]
-            if self._companions is not None:
-                total = self._companions.total(total)
-            norm = math.sqrt(total) * unscale
-        if self.config.clip is not None and norm is not None:
-            factor = unscale * min(1.0, self.config.clip / (norm + 1e-6))
-        self._factor = factor
-        self._step_optimizer()
-        if self._scaler is not None:
-            self._scaler.update(False)
-        return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+        return StepResult(False, True, loss_scale=self.loss_scale)
+
+    @property
+    def _norm_matters(self) -> bool:
+        return self.config.clip is not None or self._scaler is not None
+
+    def _decide(self, scaling: Scaling) -> Decision:
+        if not self._norm_matters:
+            return scaling.decide(0.0)
+        total = self._session.updates.square_sum()
+        for name in sorted(squares := self._session.unmanaged.squares()):
+            total += squares[name]
+        return scaling.decide(total if self._companions is None else self._companions.total(total))
 
     def _what_is_away(self) -> str:
         if all(self._session.data.bound):
@@ -130,30 +131,34 @@ class Stepping(Held):
         more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         return said(f"the gradient of {names[0]}{more} is not finite" if names else "")
 
-    def _step_guarded(self, losses: list[torch.Tensor], factor: float) -> bool:
-        """Where nothing else decides about the update than whether all is finite, a GPU is given it before the host
-        knows, and does not wait for it. False where the host has to look: nothing has been changed."""
-        decided = self._scaler is None and self.config.clip is None and self._companions is None
-        if not decided or self.optimizer.overheard or any(self._session.unmanaged.arrived()):
-            return False
-        guarded = self._session.updates.guarded(losses)
+    def _take(self, decision: Decision) -> None:
+        self._factor = decision.factor
+        self._step_optimizer()
+        if self._scaler is not None:
+            self._scaler.update(False)
+
+    def _step_guarded(self, losses: list[torch.Tensor], scaling: Scaling) -> Decision | None:
+        """Where the host has nothing to decide, a GPU is given the update before it has come to the gradients, and waits
+        for nobody. None where the host has to look: nothing has been changed."""
+        unmanaged, updates = self._session.unmanaged, self._session.updates
+        if self._companions is not None or self.optimizer.overheard or any(unmanaged.arrived()):
+            return None
+        guarded = updates.guarded(losses, scaling)
         if guarded is None:
-            return False
-        self._factor = factor
-        chunks = self._session.updates.chunks
+            return None
         with self._no_way_back():
-            chunks.start_foreseen(factor, guarded)
-            finite, interrupt = _outlast(guarded)
-            if finite:
-                self._step_optimizer()
-        if not finite:
-            chunks.forget()
+            updates.chunks.start_foreseen(scaling.unscale, guarded)
+            decision, interrupt = _outlast(guarded)
+            if decision is not None:
+                self._take(decision)
+        if decision is None:
+            updates.chunks.forget()
         try:
             if interrupt is not None:
                 raise interrupt
         finally:
             del interrupt  # it holds this frame
-        return finite
+        return decision
 
     @contextmanager
     def _no_way_back(self) -> Iterator[None]:
@@ -191,10 +196,10 @@ class Stepping(Held):
         self.steps += 1
 
 
-def _outlast(guarded: Guarded) -> tuple[bool, BaseException | None]:
-    """Whether the device found all finite, and what interrupted the wait, which is most of a step: what has been started
-    is brought to its end first."""
+def _outlast(guarded: Guarded) -> tuple[Decision | None, BaseException | None]:
+    """What the device decided, and what interrupted the wait, which is most of a step: what was started comes to its end
+    first."""
     try:
-        return guarded.finite(), None
+        return guarded.decision(), None
     except BaseException as interrupt:
-        return guarded.finite(), interrupt
+        return guarded.decision(), interrupt

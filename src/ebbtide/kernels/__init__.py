@@ -2,7 +2,7 @@
 
 import warnings
 
-from ebbtide.kernels.base import BLOCK, Guarded, Kernels, Operands
+from ebbtide.kernels.base import BLOCK, Decision, Guarded, Kernels, Operands, Scaling
 from ebbtide.kernels.cpu import NativeKernels
 from ebbtide.kernels.fallback import FallbackKernels
 from ebbtide.kernels.rule import ADAM, ADAMW, RULES, Rule
@@ -12,12 +12,14 @@ __all__ = [
     "ADAMW",
     "BLOCK",
     "RULES",
+    "Decision",
     "FallbackKernels",
     "Guarded",
     "Kernels",
     "NativeKernels",
     "Operands",
     "Rule",
+    "Scaling",
     "cpu_kernels",
     "gpu_kernels",
 ]

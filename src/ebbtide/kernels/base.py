@@ -17,6 +17,7 @@ left.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
@@ -153,14 +154,41 @@ class Operands:
             raise ValueError("the gradient lies in the parameter's space, and there is no separate master")
 
 
+CLIP_EPS = 1e-6
+"""Added to the norm where gradients are clipped, as torch does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    norm: float
+    """Of the mean gradient, before clipping."""
+    factor: float
+    """What gradients are multiplied with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a step's gradients are scaled, by their norm."""
+
+    unscale: float
+    clip: float | None
+
+    def decide(self, squares: float) -> Decision:
+        """`squares`: the sum of them all, in fp64."""
+        norm = math.sqrt(squares) * self.unscale
+        share = 1.0 if self.clip is None else min(1.0, self.clip / (norm + CLIP_EPS))
+        return Decision(norm, self.unscale * share)
+
+
 class Guarded(Protocol):
-    """Updates that change nothing unless certain numbers are finite, which the device asks when it comes to them."""
+    """Updates that a device scales as it finds the gradients, when it comes to them; what is not finite changes
+    nothing."""
 
     def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
-        """As `Kernels.update_all`."""
+        """As `Kernels.update_all`, but for the scale, which is not known yet."""
 
-    def finite(self) -> bool:
-        """Waits until the device knows, and for nothing that it was given later."""
+    def decision(self) -> Decision | None:
+        """None where something was not finite. Waits until the device knows, and for nothing that it was given later."""
 
 
 class Kernels(Protocol):
@@ -172,9 +200,15 @@ class Kernels(Protocol):
     def update_all(self, rule: Rule, pieces: Iterable[tuple[Operands, Sequence[float]]]) -> None:
         """Those of several, which have no element in common; begun while the next are still being listed."""
 
-    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[Tensor]) -> Guarded | None:
-        """Updates that depend on whether what was summed is finite, and losses are. None where the host sees that as
-        soon as the device does."""
+    def guarded(
+        self,
+        rule: Rule,
+        sums: Sequence[SupportsFloat],
+        losses: Sequence[Tensor],
+        scaling: Scaling,
+    ) -> Guarded | None:
+        """Updates with gradients of these sums of squares, in this order, and these losses. None where the host knows it
+        all as soon as the device does, or has to look at some."""
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:
         """Copy or add a gradient; returns the sum of squares of the result, in memory order.

@@ -20,6 +20,7 @@ from ebbtide.kernels.base import (
     BLOCK,
     TYPES,
     Operands,
+    Scaling,
     form_of,
     require_bytes,
     require_capture,
@@ -70,7 +71,9 @@ class NativeKernels:
 
         self._run_all(calls())
 
-    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[Tensor]) -> None:
+    def guarded(
+        self, rule: Rule, sums: Sequence[SupportsFloat], losses: Sequence[Tensor], scaling: Scaling
+    ) -> None:
         return None
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> float:

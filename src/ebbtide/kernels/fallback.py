@@ -13,6 +13,7 @@ from ebbtide.kernels.base import (
     TYPES,
     Guarded,
     Operands,
+    Scaling,
     form_of,
     require_bytes,
     require_capture,
@@ -44,7 +45,9 @@ class FallbackKernels:
         for operands, coefficients in pieces:
             self.update(rule, operands, coefficients)
 
-    def guarded(self, sums: Sequence[SupportsFloat], losses: Sequence[Tensor]) -> Guarded | None:
+    def guarded(
+        self, rule: Rule, sums: Sequence[SupportsFloat], losses: Sequence[Tensor], scaling: Scaling
+    ) -> Guarded | None:
         return None
 
     def capture(self, destination: Tensor, source: Tensor, add: bool) -> SupportsFloat:

@@ -54,8 +54,8 @@ class ChunkUpdates:
         self.homes: list[str] = []
         """By chunk: where its optimizer state lives."""
         self._foreseen: dict[int, Foreseen] = {}
-        self._started: dict[int, list[Segment]] = {}
-        """Chunks whose update has been started as it was foreseen, and how."""
+        self._started: dict[int, tuple[float, list[Segment]]] = {}
+        """Chunks whose update has been started as it was foreseen; with which scale, and how."""
         self._kinds = ("master", *rule.states)
 
     def state_chunks(self, index: int) -> list[Chunk]:
@@ -82,12 +82,12 @@ class ChunkUpdates:
                 self._foreseen[index] = found
 
     def start_foreseen(self, scale: float, guarded: Guarded | None = None) -> None:
-        """The arithmetic of all updates that are as foreseen; `update` does the rest."""
+        """The arithmetic of all updates that are as foreseen; `update` does the rest. `guarded` will know the scale."""
         kernels = guarded or self.kernels["device"]
         for index, made in self._foreseen.items():
             segments = list(self.steps.segments(made.members, scale, ahead=1))
             if not self.data.written(index) and carry_out(made, segments, kernels, self.rule):
-                self._started[index] = segments
+                self._started[index] = scale, segments
                 # At once: the chunk may leave for another's update before its own books are kept.
                 self.store.written(self.data.parameter_chunk(index), "device")
         self._foreseen.clear()
@@ -132,7 +132,8 @@ class ChunkUpdates:
         param = self.data.parameter_chunk(index)
         started = self._started.get(index)
         if started is not None:
-            if started != [segment for _, segment in self._segments(sources, scale)]:
+            before, segments = started
+            if segments != [segment for _, segment in self._segments(sources, before)]:
                 raise StateError(
                     f"the settings of {self.data.names[self.data.members[index][0]]} were changed inside "
                     "optimizer.step(), after its update had begun; change param groups between steps, or in a hook "

@@ -1,8 +1,8 @@
 """Updates on a GPU that are put together while it still computes.
 
-Whether gradients are finite, and their norm, the host knows only when the device has come to the end of backward. Then
-the device waits for it. So whatever of the updates can be done before is done before; then all of them are started, and
-their books are kept while the device is at it.
+Whether gradients are finite, and their norm, the host knows only when the device has come to the end of backward. Where
+it has to know, the device waits for it: so whatever of the updates can be done before is done before. Then all of them
+are started, or were before where the device decides for itself, and their books are kept while the device is at it.
 """
 
 from __future__ import annotations

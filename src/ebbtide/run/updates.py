@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from ebbtide.errors import NonFiniteError, StateError, second_gradient
-from ebbtide.kernels import Guarded, Kernels, Rule
+from ebbtide.kernels import Guarded, Kernels, Rule, Scaling
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.parts import part_like
 from ebbtide.plan.shape import WHOLE_GRAD
@@ -254,12 +254,15 @@ class Updates:
             if members and not any(member in self.kept for member in members):
                 self.chunks.foresee(index, self._sources(index, members))
 
-    def guarded(self, losses: Sequence[torch.Tensor]) -> Guarded | None:
+    def guarded(self, losses: Sequence[torch.Tensor], scaling: Scaling) -> Guarded | None:
         """Where updates were foreseen: such as need not wait until the host has looked at the gradients."""
         if not self.chunks.foreseen:
             return None
-        sums = [self.squares[member] for member, count in enumerate(self.arrived) if count]
-        return self.kernels["device"].guarded(sums, losses)
+        members = sorted(
+            (m for m, count in enumerate(self.arrived) if count), key=lambda m: self.data.names[m]
+        )
+        sums = [self.squares[member] for member in members]
+        return self.kernels["device"].guarded(self.rule, sums, losses, scaling)
 
     def apply(self, scale: float) -> None:
         """Starts the update of every chunk that has gradients, in forward order."""
