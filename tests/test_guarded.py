@@ -130,7 +130,15 @@ def refused_gradient(engine: ebbtide.Engine) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("backward", [refused_loss, refused_gradient])
+def refused_term(engine: ebbtide.Engine) -> None:
+    """Its gradients are finite."""
+    engine.backward(engine(**zoo.ZOO["gpt2"].batch(7)).loss + float("inf"))
+
+
+REFUSED = pytest.mark.parametrize("backward", [refused_loss, refused_gradient, refused_term])
+
+
+@REFUSED
 def test_what_is_not_finite_changes_nothing(
     backward: Callable[[ebbtide.Engine], None], deeds: list[str]
 ) -> None:
@@ -217,13 +225,42 @@ def test_settings_that_change_behind_the_update_are_refused(deeds: list[str]) ->
         step()
 
     engine.optimizer.step = halved  # type: ignore[method-assign]
-    with pytest.raises(
-        StateError, match=r"the settings of transformer\..* were changed inside optimizer.step\(\)"
-    ):
+    with pytest.raises(StateError, match=r"settings have been changed inside optimizer.step\(\)"):
         steps(engine, [4])
     with pytest.raises(StateError, match="left some parameters updated"):
         steps(engine, [5])
     engine.close()
+
+
+def test_weights_that_are_written_behind_the_update_are_refused(deeds: list[str]) -> None:
+    """Others are written before it."""
+    engine = engine_of("gpt2", True)
+    steps(engine, range(4))
+    torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
+    step = engine.optimizer.step
+
+    @functools.wraps(step)
+    def clamped() -> None:
+        with torch.no_grad():
+            engine.module.transformer.h[0].mlp.c_fc.weight.clamp_(-0.01, 0.01)
+        step()
+
+    engine.optimizer.step = clamped  # type: ignore[method-assign]
+    with pytest.raises(StateError, match=r"values have been written inside optimizer.step\(\)"):
+        steps(engine, [4])
+    engine.close()
+
+
+@pytest.mark.parametrize("setting", ["lr", "eps", "weight_decay"])
+def test_settings_that_are_no_numbers_are_the_users(setting: str, deeds: list[str]) -> None:
+    """As in plain PyTorch."""
+
+    def deed(engine: ebbtide.Engine, _: bool) -> None:
+        steps(engine, range(4))
+        engine.optimizer.param_groups[0][setting] = math.nan
+        steps(engine, [4])
+
+    both(deed)
 
 
 def test_an_interrupt_while_the_device_is_waited_for_comes_after_the_step(deeds: list[str]) -> None:
@@ -241,11 +278,14 @@ def test_an_interrupt_while_the_device_is_waited_for_comes_after_the_step(deeds:
     both(deed)
 
 
-def test_an_interrupt_before_a_step_that_is_refused_leaves_it_to_be_refused(deeds: list[str]) -> None:
+@REFUSED
+def test_an_interrupt_before_a_step_that_is_refused_leaves_it_to_be_refused(
+    backward: Callable[[ebbtide.Engine], None], deeds: list[str]
+) -> None:
     engine = engine_of("gpt2", True)
     steps(engine, range(4))
     before = engine.weights_sha256()
-    refused_gradient(engine)
+    backward(engine)
     deeds.append("interrupt")
     with pytest.raises(KeyboardInterrupt):
         engine.step()

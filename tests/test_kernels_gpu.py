@@ -132,6 +132,27 @@ def test_the_device_decides_as_the_host(clip, unscale):
         assert TRITON.guarded(ADAMW, sums[:count], [], scaling).decision() == scaling.decide(some)
 
 
+@pytest.fixture
+def defaults():
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_guarded_updates_whatever_the_defaults_are(dtype, defaults):
+    sums, losses = many_sums()
+    mine = make("split", torch.bfloat16, 1025)
+    theirs, coefficients = copy_of(mine), ADAMW.coefficients(GROUP, 3, 77.0)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("meta")
+    guarded = TRITON.guarded(ADAMW, sums, losses, Scaling(0.37, 0.7))
+    guarded.update_all(ADAMW, [(mine, coefficients)])
+    found = guarded.decision()
+    TRITON.update(ADAMW, theirs, ADAMW.coefficients(GROUP, 3, found.factor))
+    assert all(same(a, b) for a, b in zip(written(mine), written(theirs), strict=True))
+
+
 def test_what_the_host_has_to_look_at_is_not_guarded():
     sums, losses = many_sums()
     scaling = Scaling(1.0, None)

@@ -181,8 +181,9 @@ def test_held_chunks_may_leave_when_their_graph_is_gone() -> None:
     assert shas[0] == shas[1]
 
 
-def test_a_graph_of_a_pass_that_raised_finds_its_weights() -> None:
-    """Somebody keeps what a module made, before another raises."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_of_a_pass_that_raised_finds_its_weights(frozen: bool) -> None:
+    """Somebody keeps what a module made, before another raises; or freezes it meanwhile."""
     grown = []
     for rests in (True, False):
         engine = engine_of("gpt2", rests, **BESIDE_A_HOST)
@@ -190,12 +191,14 @@ def test_a_graph_of_a_pass_that_raised_finds_its_weights() -> None:
         batch, layers, kept = zoo.ZOO["gpt2"].batch(5), engine.module.transformer.h, list[torch.Tensor]()
         handles = [
             layers[0].register_forward_hook(lambda _, __, made, kept=kept: kept.append(made)),  # type: ignore[misc]
+            layers[1].register_forward_hook(lambda *_, all_=engine.module: all_.requires_grad_(not frozen)),
             layers[1].register_forward_hook(_raise),
         ]
         with pytest.raises(ZeroDivisionError):
             engine(**batch)
         for handle in handles:
             handle.remove()
+        engine.module.requires_grad_(True)
         assert engine._session.resting.now is rests
         assert any(may_leave(engine)) is not rests
         evict_all(engine)

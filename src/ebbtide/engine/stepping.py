@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from ebbtide.engine.held import Held
 from ebbtide.errors import NonFiniteError, StateError
 from ebbtide.kernels import Decision, Guarded, Scaling
@@ -56,7 +54,6 @@ class Stepping(Held):
             return StepResult(False, loss_scale=self.loss_scale)
         if self.config.updates != "in-backward":
             session.updates.regroup(self.optimizer.param_groups)
-        losses, self._losses = self._losses, []
         session.meet(STEP, self.steps)
         session.average_unmanaged()
         if self.config.updates == "in-backward":
@@ -66,9 +63,9 @@ class Stepping(Held):
         session.foresee()
         unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
         scaling = Scaling(unscale, self.config.clip)
-        decision = self._step_guarded(losses, scaling)
+        decision = self._step_guarded(scaling)
         if decision is None:
-            if bad := self._nonfinite(losses):
+            if bad := self._nonfinite():
                 return self._refuse(bad)
             decision = self._decide(scaling)
             self._take(decision)
@@ -77,6 +74,7 @@ class Stepping(Held):
 
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""
+        self._losses = []
         self._session.drop_gradients()
         self._session.unmanaged.discard()
         if self._scaler is not None:
@@ -121,10 +119,10 @@ class Stepping(Held):
                 "step's update. Go on from a checkpoint with a lower learning rate"
             )
 
-    def _nonfinite(self, losses: list[torch.Tensor]) -> str:
+    def _nonfinite(self) -> str:
         """Why the step cannot be taken, the same on all processes that train the model."""
         said = (lambda text: text) if self._companions is None else self._companions.said
-        bad = [loss for loss in self._session.of_all_ranks(losses) if not math.isfinite(loss)]
+        bad = [loss for loss in self._session.of_all_ranks(self._losses) if not math.isfinite(loss)]
         if found := said(f"the loss is {bad[0]}" if bad else ""):
             return found
         names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
@@ -137,13 +135,13 @@ class Stepping(Held):
         if self._scaler is not None:
             self._scaler.update(False)
 
-    def _step_guarded(self, losses: list[torch.Tensor], scaling: Scaling) -> Decision | None:
+    def _step_guarded(self, scaling: Scaling) -> Decision | None:
         """Where the host has nothing to decide, a GPU is given the update before it has come to the gradients, and waits
         for nobody. None where the host has to look: nothing has been changed."""
         unmanaged, updates = self._session.unmanaged, self._session.updates
         if self._companions is not None or self.optimizer.overheard or any(unmanaged.arrived()):
             return None
-        guarded = updates.guarded(losses, scaling)
+        guarded = updates.guarded(self._losses, scaling)
         if guarded is None:
             return None
         with self._no_way_back():
@@ -170,6 +168,7 @@ class Stepping(Held):
 
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls."""
+        self._losses = []
         self._stepping = True
         try:
             with self._no_way_back():

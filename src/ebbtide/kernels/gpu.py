@@ -148,14 +148,14 @@ class _Guarded:
         device, pinned = numbers[0].device, numbers[0].is_cuda
         fixed = (scaling.unscale, math.inf if scaling.clip is None else scaling.clip, CLIP_EPS)
         begins = accumulate((one.numel() for one in numbers), initial=0)
-        terms = torch.tensor([*fixed, *begins], dtype=torch.float64, pin_memory=pinned)
+        terms = torch.tensor([*fixed, *begins], dtype=torch.float64, device="cpu", pin_memory=pinned)
         terms = terms.to(device, non_blocking=True)
         totals, found = (torch.empty(n, dtype=torch.float64, device=device) for n in (len(numbers), 2))
-        self._scale = torch.empty(1, device=device)
+        self._scale = torch.empty(1, dtype=torch.float32, device=device)
         together = torch.cat(tuple(numbers))
         _TOTALS(len(numbers), (together, terms, totals), gradients, (), len(fixed), SUMS)
         _DECIDE(1, (totals, terms, found, self._scale), gradients, (), len(numbers) - gradients)
-        self._found = torch.empty(2, dtype=torch.float64, pin_memory=pinned)
+        self._found = torch.empty(2, dtype=torch.float64, device="cpu", pin_memory=pinned)
         self._found.copy_(found, non_blocking=True)
         self._event = None
         if pinned:

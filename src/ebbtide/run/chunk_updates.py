@@ -106,6 +106,8 @@ class ChunkUpdates:
         """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
         home = self.homes[index]
         alone = [m for m in self.data.members[index] if m in self.kept]
+        if index in self._started:
+            self._require_as_started(index, sources)
         self.data.notice_writes(index)
         self.open_states(index)
         self.places.forget(index)
@@ -114,6 +116,22 @@ class ChunkUpdates:
         else:
             self._submit(index, sources, alone, scale)
         self.places.refresh(index)
+
+    def _require_as_started(self, index: int, sources: Mapping[Chunk, Sequence[int]]) -> None:
+        """Whoever changes something once the update has begun comes too late."""
+        before, segments = self._started[index]
+        now = [segment for _, segment in self._segments(sources, before)]
+        changed = (
+            "settings have been changed" if repr(now) != repr(segments) else ""
+        )  # NaN is not equal to itself
+        if self.data.written(index):
+            changed = "values have been written"
+        if changed:
+            raise StateError(
+                f"{self.data.names[self.data.members[index][0]]}, or a parameter in its chunk: {changed} inside "
+                "optimizer.step(), after the update had begun; do so between steps, or in a hook "
+                "(optimizer.register_step_pre_hook)"
+            )
 
     def update_one(self, member: int, gradient: torch.Tensor, scale: float) -> None:
         """Updates one parameter on the device from a gradient that lies by itself, flat and in storage order."""
@@ -130,16 +148,7 @@ class ChunkUpdates:
         self, index: int, sources: Mapping[Chunk, Sequence[int]], alone: Sequence[int], scale: float
     ) -> None:
         param = self.data.parameter_chunk(index)
-        started = self._started.get(index)
-        if started is not None:
-            before, segments = started
-            if segments != [segment for _, segment in self._segments(sources, before)]:
-                raise StateError(
-                    f"the settings of {self.data.names[self.data.members[index][0]]} were changed inside "
-                    "optimizer.step(), after its update had begun; change param groups between steps, or in a hook "
-                    "(optimizer.register_step_pre_hook)"
-                )
-        else:
+        if index not in self._started:
             with self.places.placed(param, "device"):
                 for source, members in sources.items():
                     with self.places.placed(source, "device"):

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ebbtide.intercept import Interceptor
@@ -55,6 +56,8 @@ class Resting:
         self._graphs = updates.data.store.graphs
         self._making: _Mark | None = None
         """Of a graph that is being made."""
+        self._leaves: list[torch.Tensor] = []
+        """What it may lead to: parameters that required gradients when it began."""
         self._alone = False
         """Whether there were no graphs when the pass began."""
         updates.data.before_unbinding = WeakMethod(self.stop)
@@ -108,6 +111,7 @@ class Resting:
         if self._plan is None or not self._can_move:
             return
         self._making = _Mark()
+        self._leaves = [p for p in self._updates.data.parameters if p.requires_grad]
         self._graphs.add(self._making)
 
     def built(self) -> None:
@@ -115,11 +119,14 @@ class Resting:
         operators, and is busy now."""
         if self._making is None:
             return
-        for parameter in self._updates.data.parameters:
-            if parameter.requires_grad:
-                node: Any = get_gradient_edge(parameter).node
-                node.metadata[_KEY] = self._making
-        self._making = None
+        for parameter in self._leaves:
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # what leads to it is there, but is not told otherwise
+            node: Any = get_gradient_edge(parameter).node
+            node.metadata[_KEY] = self._making
+            if frozen:
+                parameter.requires_grad_(False)
+        self._making, self._leaves = None, []
 
     def stop(self) -> None:
         """Parameters leave: from now on whoever wants one has to say so."""
