@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from ebbtide.backend.real import on_real_memory
 from ebbtide.intercept import Unit
 from ebbtide.intercept.kept import Kept
 from ebbtide.memory.chunk import SSD_READ, Chunk
@@ -55,6 +56,7 @@ class Executor:
 
     # -- events ---------------------------------------------------------------------------------------
 
+    @on_real_memory
     def enter(self, unit: Unit) -> None:
         with self.lock:
             self._tick(event(FORWARD, unit.index))
@@ -68,11 +70,13 @@ class Executor:
                     self._release(run, State.HOLD_AFTER_FWD)
                 raise
 
+    @on_real_memory
     def leave(self, unit: Unit) -> None:
         with self.lock:
             for run in unit.runs:
                 self._release(run, self._after_forward())
 
+    @on_real_memory
     def read(self, run: int, outside: bool) -> None:
         with self.lock:
             if outside:
@@ -83,6 +87,7 @@ class Executor:
             self._tick(event(BACKWARD, run))
             self._acquire(run, FORWARD)
 
+    @on_real_memory
     def unread(self, run: int) -> None:
         with self.lock:
             self._release(run, self._after_forward())
@@ -99,6 +104,7 @@ class Executor:
                 self.leave_track(self.room.activations.surprise)
             return kept
 
+    @on_real_memory
     def unpack(self, handle: Handle) -> torch.Tensor:
         with self.lock:
             if handle.run not in self._reversing:
@@ -107,6 +113,7 @@ class Executor:
                 self._reversing.append(handle.run)
             return self.data.rebuild(handle)
 
+    @on_real_memory
     def gradient(self, parameter: int) -> None:
         with self.lock:
             self._tick(event(GRADIENT, parameter))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.backend.real import on_real_memory, real
 from ebbtide.config import Config
 from ebbtide.kernels import Kernels
 from ebbtide.run.companions import Companions
@@ -69,7 +70,7 @@ class Session(Machinery):
         """Around a forward pass without gradients. Between training passes nobody has foreseen what its activations
         take: as much as those of training, as far as chunks have somewhere to go."""
         before, guessed = None, False
-        with torch.inference_mode(False), torch.no_grad():
+        with real(), torch.inference_mode(False), torch.no_grad():
             if self.lock_free is not None:
                 self.lock_free.begin_evaluation()
             self.executor.updater.bring_all()  # there is room for them in the moments of training
@@ -88,9 +89,10 @@ class Session(Machinery):
             raise
         finally:
             if before is not None:
-                with torch.inference_mode(False), torch.no_grad():
+                with real(), torch.inference_mode(False), torch.no_grad():
                     self.room.go_back(before, guessed)
 
+    @on_real_memory
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
         self.reclaim()
@@ -125,6 +127,7 @@ class Session(Machinery):
         self.resting.begin(known, plan, offset)
         self.executor.begin(plan, self.recording.recorder, offset)
 
+    @on_real_memory
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update; gradients that were being dropped
         are not."""
@@ -179,6 +182,7 @@ class Session(Machinery):
         self.executor.finish()
         self.micro += 1
 
+    @on_real_memory
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
         self._stop_recording()
