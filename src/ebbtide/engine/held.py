@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +15,19 @@ from ebbtide.config import Config
 from ebbtide.errors import StateError
 from ebbtide.run.companions import Companions
 from ebbtide.run.session import Session
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def alone(method: Method) -> Method:
+    """Refused to who comes while another thread is inside."""
+
+    @wraps(method)
+    def called(self: Held, *args: Any, **kwargs: Any) -> Any:
+        with self._alone():
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 class Held:
@@ -21,6 +38,8 @@ class Held:
     _closed: bool
     _process: int
     """The one that has the engine's threads; a forked child of it does not."""
+    _turn: Any
+    """A lock of the thread that is inside."""
     _broken: str
     """Why some parameters are updated and others are not, until all of them are written."""
     _losses: list[torch.Tensor]
@@ -35,7 +54,20 @@ class Held:
                 f"the engine was made by process {self._process} and is used by {os.getpid()}, a forked child, which "
                 "has none of its threads; give the child the values that it needs, or a module and an engine of its own"
             )
-        return self._session
+        with self._alone():
+            return self._session
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise StateError(
+                "another thread is in a forward pass, a backward pass or a step of this engine, and passes of two would "
+                "mix their gradients: use it from one thread at a time, or give each an engine of its own"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     @property
     def _companions(self) -> Companions | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ebbtide.engine.held import Held
+from ebbtide.engine.held import Held, alone
 from ebbtide.errors import NonFiniteError, StateError
 from ebbtide.kernels import Decision, Guarded, Scaling
 from ebbtide.optimizer import EngineOptimizer
@@ -40,6 +40,7 @@ class Stepping(Held):
     def loss_scale(self) -> float:
         return self._scaler.scale if self._scaler is not None else 1.0
 
+    @alone
     def step(self) -> StepResult:
         """Updates the weights, on every `accumulate`-th call."""
         self._check()

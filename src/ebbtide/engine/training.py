@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from ebbtide.config import Config
 from ebbtide.engine.by_name import ByName
+from ebbtide.engine.held import alone
 from ebbtide.engine.saved import Saved
 from ebbtide.engine.stepping import Stepping
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
@@ -128,6 +130,7 @@ class Engine(ByName, Saved, Stepping):
         self._broken = ""
         self._closed = self._gone = False
         self._process = os.getpid()
+        self._turn = threading.RLock()
         self._losses: list[torch.Tensor] = []
         self._stepping = False
         self._saver = Saver(self._session)
@@ -153,6 +156,7 @@ class Engine(ByName, Saved, Stepping):
 
     # -- training -------------------------------------------------------------------------------------
 
+    @alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients enabled it is a training pass, traced and planned."""
         session = self._session
@@ -178,6 +182,7 @@ class Engine(ByName, Saved, Stepping):
         with session.running():
             return self.module(*args, **kwargs)
 
+    @alone
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
         self._check()
