@@ -175,10 +175,11 @@ class Engine(ByName, Saved, Stepping):
             )
         session = self._session
         session.reclaim()
+        signature = signature_of(args, kwargs, self.module.training)
         if not torch.is_grad_enabled():
-            with session.evaluating():
+            with session.evaluating(signature, args, kwargs):
                 return self.module(*args, **kwargs)
-        session.begin_training(signature_of(args, kwargs, self.module.training), args, kwargs)
+        session.begin_training(signature, args, kwargs)
         with session.running():
             return self.module(*args, **kwargs)
 

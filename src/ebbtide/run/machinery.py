@@ -23,6 +23,7 @@ from ebbtide.run.activations import Activations
 from ebbtide.run.adoption import Adoption
 from ebbtide.run.companions import Companions
 from ebbtide.run.dispatch import Dispatcher
+from ebbtide.run.evaluations import Evaluations
 from ebbtide.run.executor import Executor
 from ebbtide.run.homes import Homes
 from ebbtide.run.hosted import HostModules
@@ -131,6 +132,7 @@ class Machinery:
         """Who makes plans, from what, and who acts by them."""
         saved = self.room.activations is not None
         self.imagining = Imagining(self.module, self.data, self.interceptor, self.unmanaged, saved)
+        self.evaluations = Evaluations(self.imagining, self.room)
         if companions is not None and companions.split:
             self.imagining.obstacle = (
                 "tensor parallelism has split the model: its collectives cannot be imagined"

@@ -39,6 +39,8 @@ class Room:
         """Has optimizer state leave the device for another engine's sake."""
         self.level, self.guessed = 0, False
         """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
+        self.foreseen = False
+        """The level is that of an evaluation that was imagined, whether there is a plan or not."""
         self.most_elsewhere = 0
         """What other engines' has taken beside a pass of this one since it was last asked."""
         self._others: tuple[weakref.ref[Room], ...] = ()
@@ -215,7 +217,7 @@ class Room:
         short = needed - self.ledger.room("device")
         if short <= 0:
             return
-        unforeseen = self.course.plan is None or self.ledger.is_guess("device")
+        unforeseen = (self.course.plan is None and not self.foreseen) or self.ledger.is_guess("device")
         if unforeseen and not rising and self._most() >= needed:
             # Such a level is a share, or what training takes, and no prediction: what is in use goes before it.
             self.set_level(self._most() - needed, guess=True)

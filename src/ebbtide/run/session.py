@@ -66,9 +66,9 @@ class Session(Machinery):
         return self.course.phase == IDLE
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Around a forward pass without gradients. Between training passes nobody has foreseen what its activations
-        take: as much as those of training, as far as chunks have somewhere to go."""
+    def evaluating(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around a forward pass without gradients. Where nobody can say what its activations take, as much as those of
+        training, as far as chunks have somewhere to go."""
         before, guessed = None, False
         with real(), torch.inference_mode(False), torch.no_grad():
             if self.lock_free is not None:
@@ -78,8 +78,12 @@ class Session(Machinery):
                 self.room.begin_turn()
                 before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
-                level = self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
-                self.room.raise_level(max(level, before), guess=True)
+                self.room.foreseen = self.evaluations.make_room(signature, args, kwargs)
+                if not self.room.foreseen:
+                    level = (
+                        self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
+                    )
+                    self.room.raise_level(max(level, before), guess=True)
         try:
             with self.interceptor.scope():
                 yield
@@ -89,6 +93,7 @@ class Session(Machinery):
             raise
         finally:
             if before is not None:
+                self.room.foreseen = False
                 with real(), torch.inference_mode(False), torch.no_grad():
                     self.room.go_back(before, guessed)
 
@@ -113,6 +118,8 @@ class Session(Machinery):
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
+        if plan is not None and not self.ledger.device_alone:
+            self.evaluations.trained(plan, args, kwargs)
         if known is None or known.stale or known.record.source != "live":
             self.recording.start(signature, args, kwargs)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)

@@ -1,0 +1,107 @@
+"""What forward passes without gradients take, before they run.
+
+Training's activations are the measure, for most evaluations have batches of its size. One that is larger is imagined, as
+a training pass is; one that is a little larger than what is known is taken to grow with the square of it, for to imagine
+each length of a text that grows would take longer than to compute it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.plan.draft import Plan
+from ebbtide.plan.shape import PARAM
+from ebbtide.run.imagining import Imagining
+from ebbtide.run.room import Room
+
+Shapes = tuple[tuple[int, ...], ...]
+
+REMEMBERED = 32
+NEAR = 1.5
+"""So much larger than what is known, an evaluation is not imagined."""
+PLAIN = (int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Of a pass, by the shapes of its input."""
+
+    level: int
+    """Bytes of non-model data, at its highest."""
+    trained: bool
+
+
+class Evaluations:
+    def __init__(self, imagining: Imagining, room: Room) -> None:
+        self._imagining, self._room = imagining, room
+        self._known: OrderedDict[Shapes, _Known] = OrderedDict()
+        self._plan: Plan | None = None
+
+    def trained(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training pass has this plan."""
+        if plan is not self._plan:
+            self._plan = plan
+            self._remember(_shapes(args, kwargs), _Known(max(plan.levels, default=0), trained=True))
+
+    def make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than a
+        training pass does."""
+        shapes = _shapes(args, kwargs)
+        if shapes is None:
+            return False
+        measures = [(larger(shapes, one), known) for one, known in self._known.items()]
+        if any(known.trained and ratio <= 1.0 for ratio, known in measures):
+            return False
+        near = [math.ceil(known.level * ratio * ratio) for ratio, known in measures if ratio <= NEAR]
+        level = min((one for one in near if self._is_little(one)), default=-1)
+        if level < 0:
+            record = self._imagining.imagine(signature, args, kwargs)
+            if record is None:
+                return False
+            level = record.peak
+            self._remember(shapes, _Known(level, trained=False))
+        if level <= max((known.level for known in self._known.values() if known.trained), default=-1):
+            return False
+        self._room.raise_level(max(level, 0 if self._room.guessed else self._room.level))
+        return True
+
+    def _is_little(self, level: int) -> bool:
+        """Whether there is room for it beside what cannot leave and any two chunks of parameters."""
+        ledger, chunks = self._room.ledger, self._room.store.chunks.values()
+        largest = max((chunk.nbytes for chunk in chunks if chunk.kind == PARAM), default=0)
+        held = ledger.reserved["device"] - ledger.tags["device"].get(PARAM, 0)
+        return level + held + 2 * largest <= self._room.budget("device")
+
+    def _remember(self, shapes: Shapes | None, known: _Known) -> None:
+        if shapes is not None:
+            self._known[shapes] = known
+            self._known.move_to_end(shapes)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes | None:
+    """None where there is what a pass may change, such as a cache: it could not be imagined and left as it was."""
+    leaves = tree_leaves((args, kwargs))
+    if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+        return None
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def larger(shapes: Shapes, known: Shapes) -> float:
+    """How many times as large an input is, at most, in what it makes larger; 1 where no dimension is larger."""
+    if [len(shape) for shape in shapes] != [len(shape) for shape in known]:
+        return math.inf
+    return max(
+        (
+            math.prod(max(1.0, a / b) if b else math.inf for a, b in zip(one, other, strict=True))
+            for one, other in zip(shapes, known, strict=True)
+        ),
+        default=1.0,
+    )

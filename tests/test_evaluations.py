@@ -1,0 +1,129 @@
+"""Forward passes without gradients that are larger than training's: foreseen, and refused where they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ebbtide
+from ebbtide.config import Config
+from ebbtide.engine import Engine, open_tiers
+from ebbtide.errors import BudgetError
+from ebbtide.run.evaluations import larger
+from harness import Count, config_of
+
+WIDTH, TOKENS = 32, 64
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, TOKENS)
+        self.runs = 0
+
+    def forward(self, ids: torch.Tensor, cache: list[object] | None = None) -> torch.Tensor:
+        self.runs += 1
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def ids(rows: int, length: int = 8) -> torch.Tensor:
+    return torch.randint(0, TOKENS, (rows, length), generator=torch.Generator().manual_seed(rows))
+
+
+def engine_of(memory: int) -> ebbtide.Engine:
+    tight = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
+    settings = Config.read(config_of(precision="fp32", **tight))
+    return Engine(Net(), settings, tiers=open_tiers(settings))
+
+
+def train(engine: ebbtide.Engine, rows: int = 2) -> None:
+    engine.backward(engine(ids(rows)))
+    engine.step()
+
+
+def evaluate(engine: ebbtide.Engine, given: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """The loss, or None where it is refused; the most bytes that were there, by a count of its own."""
+    with Count(engine) as count, torch.no_grad():
+        count.given({"ids": given})
+        try:
+            return engine(given), count.peak
+        except BudgetError:
+            return None, count.peak
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after a step", "first"])
+@pytest.mark.parametrize("memory", [60_000, 100_000, 200_000, 400_000])
+def test_no_budget_is_passed(memory: int, first: bool) -> None:
+    engine, plain = engine_of(memory), engine_of(8_000_000)
+    taken = list[int]()
+    for number in range(3):
+        if number or not first:
+            train(engine)
+            train(plain)
+        for rows in (1, 2, 3, 8, 16, 17, 32, 64, 200):
+            loss, peak = evaluate(engine, ids(rows))
+            assert peak <= memory, rows
+            if loss is not None:
+                taken.append(rows)
+                assert torch.equal(loss, evaluate(plain, ids(rows))[0])  # type: ignore[arg-type]
+            engine.check_integrity()
+    train(engine)
+    train(plain)
+    assert engine.weights_sha256() == plain.weights_sha256()
+    assert {1, 2, 3, 8} <= set(taken) and (200 in taken) is False
+    assert memory < 200_000 or {16, 17} <= set(taken)
+    engine.close()
+    plain.close()
+
+
+def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(400_000)
+    train(engine)
+    imagined: list[str] = []
+    imagine = engine._session.imagining.imagine
+    monkeypatch.setattr(
+        engine._session.imagining, "imagine", lambda *given: imagined.append(given[0]) or imagine(*given)
+    )
+    for given in (ids(1), ids(2), ids(2, 5), ids(2, 9), ids(3)):
+        assert evaluate(engine, given)[0] is not None
+    assert not imagined  # as large as a training batch, or nearly
+    for length in range(12, 48):
+        assert evaluate(engine, ids(2, length))[0] is not None
+    assert 0 < len(imagined) < 6
+    count = len(imagined)
+    with torch.no_grad():
+        engine(ids(40), cache=[object()])  # may be changed by a pass: not imagined
+    assert len(imagined) == count
+    engine.close()
+
+
+def test_one_that_cannot_be_imagined_runs_as_far_as_there_is_room() -> None:
+    class Odd(Net):
+        def forward(self, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:
+            return super().forward(ids) * (1.0 if ids.float().mean().item() >= 0 else 2.0)
+
+    tight = {"device": {"memory": 200_000}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
+    engine = ebbtide.initialize(Odd(), config_of(precision="fp32", **tight))
+    train(engine)
+    loss, peak = evaluate(engine, ids(16))
+    assert loss is not None and peak <= 200_000
+    engine.close()
+
+
+def test_how_much_larger() -> None:
+    assert larger(((2, 8), (3,)), ((2, 8), (3,))) == 1.0
+    assert larger(((1, 8), (3,)), ((2, 8), (3,))) == 1.0
+    assert larger(((3, 12), (3,)), ((2, 8), (3,))) == 2.25
+    assert larger(((4, 2), (9,)), ((2, 8), (3,))) == 3.0
+    assert larger(((4, 2),), ((2, 8), (3,))) == float("inf")
+    assert larger((), ()) == 1.0
