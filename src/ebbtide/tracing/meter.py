@@ -20,6 +20,7 @@ from ebbtide.memory.parts import kind_of_parts, part_of
 from ebbtide.record import Work
 from ebbtide.tracing.cost import tensors_in, work_of
 from ebbtide.tracing.elsewhere import Rules
+from ebbtide.tracing.recurrent import with_workspace
 from ebbtide.units import round_up
 
 _DEVICE = torch.ops.prim.device.default
@@ -58,7 +59,7 @@ class StorageMeter(TorchDispatchMode):
             return NotImplemented  # what it does with the parts is seen
         if func is _DEVICE:  # asked for at every turn
             return getattr(args[0], "fake_device", None) or func(*args)
-        out = carried_out(func, args, kwargs or {})
+        out = with_workspace(func, args, carried_out(func, args, kwargs or {}))
         if self._device is not None and isinstance(out, torch.Tensor) and out.is_meta:
             return out  # somebody only asks what shape it would have
         work = work_of(func, args, kwargs or {}, out)

@@ -1,0 +1,62 @@
+"""LSTM layers, whose workspace torch's fake kernels leave out: imagined as large as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.config import Config
+from ebbtide.engine import Engine, open_tiers
+from harness import Count, config_of
+
+
+class Reader(nn.Module):
+    def __init__(self, width: int, layers: int, both_ways: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(64, width)
+        self.layers = nn.LSTM(width, width, layers, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(width * (2 if both_ways else 1), 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.layers(self.table(ids))[0])
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), ids.flatten())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("width", "layers", "both_ways", "rows", "steps"),
+    [(64, 2, False, 8, 64), (64, 1, True, 4, 20), (96, 1, True, 8, 100)],
+)
+def test_what_is_imagined_is_what_comes(
+    width: int, layers: int, both_ways: bool, rows: int, steps: int, precision: str
+) -> None:
+    ids = torch.randint(0, 64, (rows, steps), generator=torch.Generator().manual_seed(0))
+
+    def engine_of(memory: int) -> Engine:
+        tight = config_of(precision=precision, clip=None, device={"memory": memory}, host={"memory": "64MB"})
+        settings = Config.read(tight)
+        return Engine(Reader(width, layers, both_ways), settings, tiers=open_tiers(settings))
+
+    free = engine_of(64_000_000)
+    free.backward(free(ids))
+    [known] = free._session.traces._known.values()
+    imagined = known.record
+    free.step()
+    for _ in range(2):
+        free.backward(free(ids))
+        free.step()
+    [known] = free._session.traces._known.values()
+    assert (imagined.source, known.record.source) == ("symbolic", "live")
+    assert imagined.peak == pytest.approx(known.record.peak, rel=0.01, abs=16384)
+    memory = imagined.peak + sum(free.stats()["tags"]["device"].values()) // 3
+    free.close()
+    engine = engine_of(memory)
+    for _ in range(3):
+        with Count(engine) as count:
+            count.given({"ids": ids})
+            engine.backward(engine(ids))
+            engine.step()
+        assert count.peak <= memory
+    engine.close()
