@@ -185,7 +185,10 @@ class Session(Machinery):
             known = self.traces.find(plan.record.signature)
             if known is not None:
                 known.followed = not self.course.off_track()
-                known.stale = known.stale or not known.followed
+                if not known.followed and self.planning.roomy:
+                    known.stale = True
+                elif not known.followed:
+                    known.watch()
         self.executor.finish()
         self.micro += 1
 

@@ -15,6 +15,8 @@ from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 
 REMEMBERED = 16
+WATCHED = 4
+"""So many passes are traced after one that was not as planned: the next need not be like it."""
 
 
 @dataclass
@@ -28,6 +30,25 @@ class Known:
     """Execution left this trace: it is used as far as it goes, and made again."""
     followed: bool = False
     """A pass went as planned from its beginning to its end."""
+    watched: int = 0
+    """Passes that are still to be traced, for those of this kind are not all alike."""
+    largest: Record | None = None
+    """Of those that have been since."""
+
+    def watch(self) -> None:
+        """A pass was another than planned, and nobody saw what it took."""
+        self.stale, self.watched, self.largest = True, WATCHED, None
+
+    def after(self, record: Record) -> Known:
+        """What is known when a pass has been traced. The plan is for the largest of several that differ."""
+        if not self.watched:
+            return Known(record)
+        left = self.watched - 1
+        largest = max((one for one in (self.largest, record) if one is not None), key=lambda one: one.peak)
+        if record.peak > self.record.peak or (not left and largest is not self.record):
+            return Known(largest, stale=left > 0, watched=left, largest=largest)
+        self.stale, self.watched, self.largest = left > 0, left, largest
+        return self
 
 
 class Traces:
@@ -53,7 +74,8 @@ class Traces:
 
     def learn(self, record: Record) -> Known:
         self.count += 1
-        known = Known(record)
+        before = self._known.get(record.signature)
+        known = Known(record) if before is None else before.after(record)
         self._known[record.signature] = known
         self._known.move_to_end(record.signature)
         while len(self._known) > REMEMBERED:
