@@ -107,6 +107,21 @@ def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch)
     engine.close()
 
 
+def test_one_that_just_fits_is_imagined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(100_000)
+    train(engine)
+    imagined: list[str] = []
+    imagine = engine._session.imagining.imagine
+    monkeypatch.setattr(
+        engine._session.imagining, "imagine", lambda *given: imagined.append(given[0]) or imagine(*given)
+    )
+    for rows in (8, 12, 32):
+        for _ in range(3):
+            evaluate(engine, ids(rows))
+    assert len(imagined) == len(set(imagined)) > 0
+    engine.close()
+
+
 def test_one_that_cannot_be_imagined_runs_as_far_as_there_is_room() -> None:
     class Odd(Net):
         def forward(self, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:

@@ -59,7 +59,8 @@ class Evaluations:
         if any(known.trained and ratio <= 1.0 for ratio, known in measures):
             return False
         near = [math.ceil(known.level * ratio * ratio) for ratio, known in measures if ratio <= NEAR]
-        level = min((one for one in near if self._is_little(one)), default=-1)
+        known = self._known.get(shapes)
+        level = known.level if known else min((one for one in near if self._is_little(one)), default=-1)
         if level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
             if record is None:
