@@ -61,6 +61,16 @@ def evaluate(engine: ebbtide.Engine, given: torch.Tensor) -> tuple[torch.Tensor 
             return None, count.peak
 
 
+def noted(engine: ebbtide.Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The signatures of passes that are imagined from here on."""
+    imagined: list[str] = []
+    imagine = engine._session.imagining.imagine
+    monkeypatch.setattr(
+        engine._session.imagining, "imagine", lambda *given: imagined.append(given[0]) or imagine(*given)
+    )
+    return imagined
+
+
 @pytest.mark.parametrize("first", [False, True], ids=["after a step", "first"])
 @pytest.mark.parametrize("memory", [60_000, 100_000, 200_000, 400_000])
 def test_no_budget_is_passed(memory: int, first: bool) -> None:
@@ -89,11 +99,7 @@ def test_no_budget_is_passed(memory: int, first: bool) -> None:
 def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(400_000)
     train(engine)
-    imagined: list[str] = []
-    imagine = engine._session.imagining.imagine
-    monkeypatch.setattr(
-        engine._session.imagining, "imagine", lambda *given: imagined.append(given[0]) or imagine(*given)
-    )
+    imagined = noted(engine, monkeypatch)
     for given in (ids(1), ids(2), ids(2, 5), ids(2, 9), ids(3)):
         assert evaluate(engine, given)[0] is not None
     assert not imagined  # as large as a training batch, or nearly
@@ -110,11 +116,7 @@ def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch)
 def test_one_that_just_fits_is_imagined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(100_000)
     train(engine)
-    imagined: list[str] = []
-    imagine = engine._session.imagining.imagine
-    monkeypatch.setattr(
-        engine._session.imagining, "imagine", lambda *given: imagined.append(given[0]) or imagine(*given)
-    )
+    imagined = noted(engine, monkeypatch)
     for rows in (8, 12, 32):
         for _ in range(3):
             evaluate(engine, ids(rows))

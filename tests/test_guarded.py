@@ -212,42 +212,38 @@ def test_schedulers_are_no_hindrance(deeds: list[str]) -> None:
     both(deed)
 
 
-def test_settings_that_change_behind_the_update_are_refused(deeds: list[str]) -> None:
-    """By code that looks like a scheduler's. The update has been made with those from before."""
+def clamp(engine: ebbtide.Engine) -> None:
+    with torch.no_grad():
+        engine.module.transformer.h[0].mlp.c_fc.weight.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("deed", "said"),
+    [
+        (lambda engine: halve(engine.optimizer), "settings have been changed"),
+        (clamp, "values have been written"),
+    ],
+    ids=["settings", "weights"],
+)
+def test_what_changes_behind_the_update_is_refused(
+    deed: Callable[[ebbtide.Engine], None], said: str, deeds: list[str]
+) -> None:
+    """By code that looks like a scheduler's. The update has been made with what was there before."""
     engine = engine_of("gpt2", True)
     steps(engine, range(4))
     torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
     step = engine.optimizer.step
 
     @functools.wraps(step)
-    def halved() -> None:
-        halve(engine.optimizer)
+    def changed() -> None:
+        deed(engine)
         step()
 
-    engine.optimizer.step = halved  # type: ignore[method-assign]
-    with pytest.raises(StateError, match=r"settings have been changed inside optimizer.step\(\)"):
+    engine.optimizer.step = changed  # type: ignore[method-assign]
+    with pytest.raises(StateError, match=said + r" inside optimizer.step\(\)"):
         steps(engine, [4])
     with pytest.raises(StateError, match="left some parameters updated"):
         steps(engine, [5])
-    engine.close()
-
-
-def test_weights_that_are_written_behind_the_update_are_refused(deeds: list[str]) -> None:
-    """Others are written before it."""
-    engine = engine_of("gpt2", True)
-    steps(engine, range(4))
-    torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
-    step = engine.optimizer.step
-
-    @functools.wraps(step)
-    def clamped() -> None:
-        with torch.no_grad():
-            engine.module.transformer.h[0].mlp.c_fc.weight.clamp_(-0.01, 0.01)
-        step()
-
-    engine.optimizer.step = clamped  # type: ignore[method-assign]
-    with pytest.raises(StateError, match=r"values have been written inside optimizer.step\(\)"):
-        steps(engine, [4])
     engine.close()
 
 

@@ -121,9 +121,9 @@ class ChunkUpdates:
         """Whoever changes something once the update has begun comes too late."""
         before, segments = self._started[index]
         now = [segment for _, segment in self._segments(sources, before)]
-        changed = (
-            "settings have been changed" if repr(now) != repr(segments) else ""
-        )  # NaN is not equal to itself
+        changed = ""
+        if repr(now) != repr(segments):  # as text, for NaN is not equal to itself
+            changed = "settings have been changed"
         if self.data.written(index):
             changed = "values have been written"
         if changed:

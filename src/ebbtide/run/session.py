@@ -24,6 +24,7 @@ from ebbtide.run.ranks import Ranks
 from ebbtide.run.setup import Choice
 from ebbtide.run.source import Source
 from ebbtide.run.tiers import Tiers
+from ebbtide.run.traces import WATCHED
 from ebbtide.run.wishes import DONE, FORWARD
 
 MANY = 256
@@ -185,10 +186,8 @@ class Session(Machinery):
             known = self.traces.find(plan.record.signature)
             if known is not None:
                 known.followed = not self.course.off_track()
-                if not known.followed and self.planning.roomy:
-                    known.stale = True
-                elif not known.followed:
-                    known.watch()
+                if not known.followed:
+                    known.watch(0 if self.planning.roomy else WATCHED)
         self.executor.finish()
         self.micro += 1
 

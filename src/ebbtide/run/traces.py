@@ -35,9 +35,10 @@ class Known:
     largest: Record | None = None
     """Of those that have been since."""
 
-    def watch(self) -> None:
-        """A pass was another than planned, and nobody saw what it took."""
-        self.stale, self.watched, self.largest = True, WATCHED, None
+    def watch(self, passes: int) -> None:
+        """A pass was another than planned, and nobody saw what it took: the next is traced, and where the largest of
+        several is wanted so many are."""
+        self.stale, self.watched, self.largest = True, passes, None
 
     def after(self, record: Record) -> Known:
         """What is known when a pass has been traced. The plan is for the largest of several that differ."""

@@ -9,7 +9,7 @@ second pass over the gradients is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import torch
@@ -218,9 +218,13 @@ class Updates:
         """The sum of squares of all gradients that arrived, added in the order of names."""
         total = 0.0
         sums = self._sums()
-        for member in sorted(sums, key=lambda m: self.data.names[m]):
+        for member in self._in_order(sums):
             total += sums[member]
         return total
+
+    def _in_order(self, members: Iterable[int]) -> list[int]:
+        """The one in which their sums of squares are added."""
+        return sorted(members, key=lambda m: self.data.names[m])
 
     def _sums(self) -> dict[int, float]:
         """The sum of squares of each gradient that arrived."""
@@ -258,10 +262,8 @@ class Updates:
         """Where updates were foreseen: such as need not wait until the host has looked at the gradients."""
         if not self.chunks.foreseen:
             return None
-        members = sorted(
-            (m for m, count in enumerate(self.arrived) if count), key=lambda m: self.data.names[m]
-        )
-        sums = [self.squares[member] for member in members]
+        arrived = (m for m, count in enumerate(self.arrived) if count)
+        sums = [self.squares[member] for member in self._in_order(arrived)]
         return self.kernels["device"].guarded(self.rule, sums, losses, scaling)
 
     def apply(self, scale: float) -> None:
