@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -20,12 +21,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def alone(method: Method) -> Method:
-    """Refused to who comes while another thread is inside."""
+    """Refused to who comes while another thread is inside. A training loop that is compiled compiles nothing of it."""
+    left_alone: list[Any] = []
 
     @wraps(method)
     def called(self: Held, *args: Any, **kwargs: Any) -> Any:
+        if not left_alone and "torch._dynamo" in sys.modules:
+            left_alone.append(torch.compiler.disable(method))
         with self._alone():
-            return method(self, *args, **kwargs)
+            return (left_alone[0] if left_alone else method)(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from ebbtide.errors import UnsupportedError
+from ebbtide.intercept.compiled import Uncompiled, as_written
 from ebbtide.intercept.observer import Observer
 from ebbtide.intercept.runs import ParameterRun, Unit
 from ebbtide.intercept.saved import SavedTensors, end_regions
@@ -87,6 +88,7 @@ class Interceptor:
         self._watched = [False] * len(self._parameters)
         self._frames: list[_Frame] = []
         self._saved = SavedTensors(lambda: self.observer)
+        self._uncompiled = Uncompiled(module)
         self._handles: list[Any] = []
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
         owned = Counter(run for _, unit in units for run in unit.runs)
@@ -213,7 +215,7 @@ class Interceptor:
             for table, name, parameter in originals:
                 if id(parameter) in stand_in:
                     dict.__setitem__(table, name, stand_in[id(parameter)])
-            with self.scope():
+            with as_written(), self.scope():
                 yield
         finally:
             for table, name, parameter in originals:
@@ -230,7 +232,8 @@ class Interceptor:
         try:
             if not self.resting:
                 self._saved.push()
-            yield
+            with self._uncompiled.scope(look=not self.resting):
+                yield
         except BaseException as error:
             self._close_down_to(depth)
             self.active = active  # an interrupt may have come between `_enter` and its frame

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,7 +30,9 @@ LIMIT = 1 << 20
 
 
 class KnownValues(TorchDispatchMode):
-    """Entered above a fake mode."""
+    """Entered above a fake mode and its meter."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, spare: float = math.inf) -> None:
         """`spare`: bytes that they may take together; what goes beyond that is imagined."""
@@ -41,7 +44,7 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], FakeTensor):
+        if isinstance(func, HigherOrderOperator) or (args and isinstance(args[0], FakeTensor)):
             return func(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         known = not any(isinstance(value, FakeTensor) for value in given)

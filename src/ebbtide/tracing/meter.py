@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.errors import UnsupportedError
 from ebbtide.intercept.sums import carried_out
 from ebbtide.memory.parts import kind_of_parts, part_of
 from ebbtide.record import Work
@@ -40,6 +42,9 @@ class StorageMeter(TorchDispatchMode):
     """Counts the bytes of every storage made under it, but for those that `ignore` claims (by address of
     the storage object)."""
 
+    supports_higher_order_operators = True
+    """To refuse them by name."""
+
     def __init__(
         self, ignore: Callable[[int], bool], device: torch.device | None = None, rules: Rules | None = None
     ) -> None:
@@ -59,6 +64,12 @@ class StorageMeter(TorchDispatchMode):
             return NotImplemented  # what it does with the parts is seen
         if func is _DEVICE:  # asked for at every turn
             return getattr(args[0], "fake_device", None) or func(*args)
+        if isinstance(func, HigherOrderOperator):
+            raise UnsupportedError(
+                f"{func.name()} in a pass that is looked at operator by operator: torch compiles what it calls, and "
+                "cannot there; uncompiled, weights that are read inside would get no gradients. Write it with Python's "
+                "own `if` and `for` (the engine follows where they lead), or with torch.where"
+            )
         out = with_workspace(func, args, carried_out(func, args, kwargs or {}))
         if self._device is not None and isinstance(out, torch.Tensor) and out.is_meta:
             return out  # somebody only asks what shape it would have

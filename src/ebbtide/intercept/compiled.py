@@ -1,0 +1,59 @@
+"""What `torch.compile` was asked to compile runs as it is written.
+
+Weights come and go between a module and the next, by hooks in Python; a traced pass is looked at operator by operator.
+Neither is what the compiler sees: it gives up where a dispatch mode is on, for good, and takes hooks for computation
+elsewhere, so that which parts of a model were compiled hung on what had run first.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+NAMED = 4
+"""Modules that the warning lists."""
+
+
+class Uncompiled:
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.named_modules())
+        self._found = False
+
+    def scope(self, look: bool) -> AbstractContextManager[Any]:
+        """Around a pass; `look`: whether somebody may have compiled modules since the last one."""
+        if "torch._dynamo" not in sys.modules:
+            return (
+                nullcontext()
+            )  # it is there as soon as anything is to be compiled, and takes a second to import
+        if look and not self._found:
+            self._look()
+        return as_written() if self._found else nullcontext()
+
+    def _look(self) -> None:
+        names = [name for name, module in self._modules if _is_compiled(module)]
+        if not names:
+            return
+        self._found = True
+        listed = ", ".join(repr(name) for name in names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+        warnings.warn(
+            f"torch.compile: {len(names)} modules ({listed}) run as they are written, not compiled: their weights come "
+            "and go between one module and the next, which compiled code does not show. Numbers are those of the model "
+            "without torch.compile; leave it out to be rid of this warning",
+            stacklevel=2,
+        )
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """For an imagined pass always: what the compiler gives up there it would not try again in a real one."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_inline")
