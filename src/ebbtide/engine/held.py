@@ -101,3 +101,4 @@ class Held:
         """All weights were written: what was half-done is gone."""
         self._broken = ""
         self._session.executor.updater.mend()
+        self._session.data.changed(range(len(self._session.data.names)))

@@ -8,7 +8,7 @@ costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -51,6 +51,9 @@ class Handle(NamedTuple):
     dtype: torch.dtype
     split: Split | None
     """How the whole is spread over processes, where what was saved is a part of it."""
+    member: int
+    version: int
+    """The parameter's, when it was saved."""
 
 
 def dense(parameter: torch.Tensor) -> torch.Tensor:
@@ -292,6 +295,15 @@ class ModelData:
                 self.store.written(self.computed(index), "device")
             self.carry_on(index)
 
+    def changed(self, members: Iterable[int]) -> None:
+        """By us: what has been saved of their values for backward is refused there, as after a write of the user's."""
+        for member in members:
+            torch.autograd.graph.increment_version(self.memory[member])
+            index = self.places[member].chunk
+            known = self._versions[index]
+            if known is not None:
+                self._versions[index] = known + 1
+
     def forget_writes(self, index: int) -> None:
         """What the user has written in place is overwritten, and he has been told."""
         if self.bound[index]:
@@ -367,9 +379,17 @@ class ModelData:
             tensor.stride(),
             tensor.dtype,
             split_of(whole),
+            member,
+            self.memory[member]._version,
         )
 
     def rebuild(self, handle: Handle) -> torch.Tensor:
+        if self.memory[handle.member]._version != handle.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.names[handle.member]}, of shape {list(handle.shape)}, was updated or written after forward had "
+                "saved it. Run forward again after engine.step(), or a write"
+            )
         memory = self.computed(handle.chunk).device
         assert memory is not None
         view = memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)

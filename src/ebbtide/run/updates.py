@@ -308,6 +308,7 @@ class Updates:
             return
         for member in members:
             self.steps.counts[member] += 1
+        self.data.changed(members)
         self.chunks.update(index, self._sources(index, members), scale)
         self.taken.updated(members)
 
@@ -358,6 +359,7 @@ class Updates:
             self._refuse_nonfinite(member)
             self.applied += 1
             self.steps.counts[member] += 1
+            self.data.changed([member])
             self.chunks.update_one(member, flat, self.scale)
         self.arrived[member] = 1
 

@@ -81,6 +81,7 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
 def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> None:
     """Writes elements of a managed parameter, in storage order; a device copy that is out of date by that goes."""
     elements.store_value(session.data, member, flat, session.updates.kernels["host"], first)
+    session.data.changed([member])
     index = session.data.places[member].chunk
     param = session.data.parameter_chunk(index)
     session.places.forget(index)
