@@ -60,6 +60,8 @@ class Construction:
             for t in (*module.parameters(), *module.buffers())
             if not t.is_meta and t.numel()
         }
+        self._writes = {id(tensor): tensor._version for _, _, _, tensor in meta_tensors(module)}
+        """By tensor: how often the user, and his constructors, have written it in place."""
         before = torch.get_rng_state()
         try:
             self._visit("", module)
@@ -123,6 +125,7 @@ class Construction:
             finally:
                 torch.set_default_dtype(default)
         modules = dict(other.named_modules())
+        writes = _writes_of(module)
         for name, owner, key, tensor in meta_tensors(module):
             inside = name.removesuffix(key).removesuffix(".")
             twin = getattr(modules.get(inside), key, None)
@@ -132,6 +135,7 @@ class Construction:
                     f"tensor of shape {tuple(tensor.shape)}, so the model was changed, or built from more than "
                     f"its config; {ADVICE}"
                 )
+            self._refuse_written(f"{prefix}.{name}" if prefix else name, tensor, writes.get(name, 0))
             known: Ref | torch.Tensor = self._tape.ref(twin) if twin.is_meta else twin.detach()
             earlier = self._found.setdefault(id(tensor), known)
             if (
@@ -145,6 +149,17 @@ class Construction:
                 )
 
     # -- what cannot be told --------------------------------------------------------------------------
+
+    def _refuse_written(self, name: str, tensor: torch.Tensor, expected: int) -> None:
+        """Values that were written into a tensor on the meta device are nowhere; that they were, its version tells. None
+        at all: it has become another tensor since, as by `to`."""
+        written = self._writes[id(tensor)]
+        if written not in (0, expected):
+            raise UnsupportedError(
+                f"{name} was written in place {written} times on the meta device, where building its module writes it "
+                f"{expected} times: what else was written is not there. Set it after initialize(), with "
+                f"engine.weights(name, write=True), or {ADVICE}"
+            )
 
     def _check(self, module: nn.Module) -> None:
         pretrained = {
@@ -162,6 +177,9 @@ class Construction:
                     f"a model on the meta device; {ADVICE}"
                 )
             self._check_known(name, owner, tensor, free)
+        for name, owner, _, tensor in meta_tensors(module):
+            if id(owner) not in pretrained and isinstance(self._found.get(id(tensor)), Ref):
+                self._refuse_written(name, tensor, tensor._version - self._writes[id(tensor)])
 
     def _check_known(self, name: str, owner: nn.Module, tensor: torch.Tensor, free: bool) -> None:
         found = self._found.get(id(tensor))
@@ -192,6 +210,18 @@ def _is_pretrained(module: nn.Module) -> bool:
     """A Hugging Face model; their library is not imported for it."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _writes_of(module: Any) -> dict[str, int]:
+    """By name: how often building a Hugging Face model on the meta device writes its tensors in place. It draws nothing
+    there, which is not what building it does elsewhere."""
+    before = torch.get_rng_state()
+    try:
+        with torch.device("meta"):
+            other = type(module)(copy.deepcopy(module.config))
+    finally:
+        torch.set_rng_state(before)
+    return {name: tensor._version for name, _, _, tensor in meta_tensors(other)}
 
 
 def _refuse_untold(prefix: str, module: nn.Module) -> None:
