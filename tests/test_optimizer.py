@@ -12,7 +12,7 @@ from torch import nn
 
 import ebbtide
 import zoo
-from ebbtide.errors import StateError, UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from harness import config_of
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -142,3 +142,105 @@ def test_it_cannot_be_copied(way: Any) -> None:
         step(engine, 0)
     finally:
         engine.close()
+
+
+BAD = {
+    "lr": [None, "x", float("nan"), 1e39],
+    "betas": [(1.0, 0.9), (0.9, 0.99, 0.999), 0.9],
+    "eps": [-1.0, float("inf")],
+    "weight_decay": [None],
+}
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_a_setting_that_cannot_be_is_refused_before_anything_is_updated(updates: str) -> None:
+    """The update began with it, raised, and left an engine that said it was half-way."""
+    engine = engine_of(updates=updates, clip=None)
+    step(engine, 0)
+    before = engine.weights_sha256()
+    group = engine.optimizer.param_groups[0]
+    for key, values in BAD.items():
+        good = group[key]
+        for value in values:
+            group[key] = value
+            with pytest.raises(ConfigError, match=rf"param_groups\[0\].*'{key}'"):
+                step(engine, 1)
+            engine.optimizer.zero_grad()
+        del group[key]
+        with pytest.raises(ConfigError, match=rf"'{key}', found nothing"):
+            step(engine, 1)
+        group[key] = good
+        engine.optimizer.zero_grad()
+    assert engine.weights_sha256() == before
+    step(engine, 1)
+    assert engine.weights_sha256() != before
+    engine.close()
+
+
+def test_groups_that_come_later_are_looked_at_like_the_first() -> None:
+    engine = engine_of(two_groups)
+    outside = nn.Parameter(torch.ones(()))
+    own = engine.optimizer.param_groups[1]["params"].pop()
+    with pytest.raises(ConfigError, match=r"param_groups\[2\] has 1 parameters that are not the module's"):
+        engine.optimizer.add_param_group({"params": [outside]})
+    for key in ("maximize", "amsgrad"):
+        with pytest.raises(ConfigError, match=f"param_groups\\[2\\]: '{key}' is not a setting"):
+            engine.optimizer.add_param_group({"params": [own], key: True})
+    with pytest.raises(ConfigError, match=r"param_groups\[2\].*'betas'"):
+        engine.optimizer.add_param_group({"params": [own], "betas": (1.0, 0.9)})
+    engine.optimizer.add_param_group({"params": own, "lr": 1e-3})
+    step(engine, 0)
+    engine.close()
+
+
+def listed(model: nn.Module) -> Any:
+    return list(model.parameters())
+
+
+def by_name(model: nn.Module) -> Any:
+    return model.named_parameters()
+
+
+def in_a_group(model: nn.Module) -> Any:
+    return [{"params": model.named_parameters()}]
+
+
+@pytest.mark.parametrize("groups", [listed, by_name, in_a_group])
+def test_parameters_are_given_as_to_torch(groups: Any) -> None:
+    engine, plain = engine_of(groups), engine_of()
+    for one in (engine, plain):
+        step(one, 0)
+    assert engine.weights_sha256() == plain.weights_sha256()
+    engine.close()
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "updates"), [("fp32", "exact"), ("fp16", "exact"), ("fp32", "in-backward")]
+)
+def test_a_hook_of_the_optimizers_that_raises_breaks_nothing(precision: str, updates: str) -> None:
+    """Before the step nothing has been updated, after it everything: neither is half-way."""
+    engine = engine_of(precision=precision, updates=updates, clip=None)
+    plain = engine_of(precision=precision, updates=updates, clip=None)
+    for one in (engine, plain):
+        step(one, 0)
+
+    def raises(*_: Any) -> None:
+        raise ValueError("mine")
+
+    for register in (engine.optimizer.register_step_pre_hook, engine.optimizer.register_step_post_hook):
+        handle = register(raises)
+        with pytest.raises(ValueError, match="mine"):
+            step(engine, 1)
+        handle.remove()
+        if register == engine.optimizer.register_step_pre_hook:
+            engine.step()  # the gradients are still there
+            step(plain, 1)
+            step(plain, 1)
+    assert engine.steps == plain.steps == 3
+    for one in (engine, plain):
+        step(one, 2)
+    assert engine.weights_sha256() == plain.weights_sha256()
+    assert engine.loss_scale == plain.loss_scale
+    engine.close()
+    plain.close()

@@ -12,6 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ebbtide.config import OptimizerConfig
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.kernels import require_settings
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -19,11 +20,13 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
+        module: nn.Module,
         groups: Iterable[dict[str, Any]],
         defaults: dict[str, Any],
         update: Callable[[], None],
         clear: Callable[[], None],
     ) -> None:
+        self._module = module
         self._update = update
         self._clear = clear
         super().__init__(groups, defaults)
@@ -34,6 +37,23 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "a closure would evaluate the model again inside the update; call engine.step()"
             )
         self._update()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        place, group = len(self.param_groups), dict(param_group)
+        group["params"] = [_parameter(one) for one in _listed(group["params"])]
+        known = {id(p) for p in self._module.parameters()}
+        unknown = [p for p in group["params"] if id(p) not in known]
+        if unknown:
+            raise ConfigError(
+                f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
+                "pass those of module.parameters()"
+            )
+        odd = set(group) - {"params", "name", "initial_lr", *self.defaults}
+        if odd:
+            key = sorted(odd)[0]
+            raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, self.defaults)}")
+        require_settings({**self.defaults, **group}, place)
+        super().add_param_group(group)
 
     @property
     def overheard(self) -> bool:
@@ -78,7 +98,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 def make_optimizer(
     module: nn.Module,
     settings: OptimizerConfig,
-    param_groups: Iterable[dict[str, Any]] | None,
+    param_groups: Iterable[Any] | None,
     update: Callable[[], None],
     clear: Callable[[], None],
 ) -> EngineOptimizer:
@@ -89,23 +109,21 @@ def make_optimizer(
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-    known = {id(p) for p in module.parameters()}
     if param_groups is None:
         groups = [{"params": [p for p in module.parameters() if p.requires_grad]}]
         if not groups[0]["params"]:
             groups = [{"params": list(module.parameters())}]
     else:
-        groups = [dict(group) for group in param_groups]
-    for place, group in enumerate(groups):
-        group["params"] = list(group["params"])
-        unknown = [p for p in group["params"] if id(p) not in known]
-        if unknown:
-            raise ConfigError(
-                f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
-                "pass those of module.named_parameters()"
-            )
-        odd = set(group) - {"params", "name", "initial_lr", *defaults}
-        if odd:
-            key = sorted(odd)[0]
-            raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, defaults)}")
-    return EngineOptimizer(groups, defaults, update, clear)
+        given = _listed(param_groups)
+        groups = given if all(isinstance(one, dict) for one in given) else [{"params": given}]
+    return EngineOptimizer(module, groups, defaults, update, clear)
+
+
+def _listed(given: Any) -> list[Any]:
+    """As torch's optimizers take parameters: several, or a single one."""
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+def _parameter(one: Any) -> Any:
+    """As they come from `parameters` and `named_parameters`."""
+    return one[1] if isinstance(one, tuple) and len(one) == 2 else one

@@ -36,6 +36,8 @@ class ByName(Held):
                         f"weights: {name!r} is no parameter{nearest(name, known)}; nothing was written"
                     )
             for name, value in found.items():
+                values.require(session, name, value)
+            for name, value in found.items():
                 values.save(session, name, value)
 
     @contextmanager

@@ -133,8 +133,6 @@ class Stepping(Held):
     def _take(self, decision: Decision) -> None:
         self._factor = decision.factor
         self._step_optimizer()
-        if self._scaler is not None:
-            self._scaler.update(False)
 
     def _step_guarded(self, scaling: Scaling) -> Decision | None:
         """Where the host has nothing to decide, a GPU is given the update before it has come to the gradients, and waits
@@ -161,10 +159,13 @@ class Stepping(Held):
 
     @contextmanager
     def _no_way_back(self) -> Iterator[None]:
+        """Around an update that has begun, until the step counts."""
+        before = self.steps
         try:
             yield
         except BaseException:
-            self._broken = "an exception inside the update left some parameters updated and others not"
+            if self.steps == before:
+                self._broken = "an exception inside the update left some parameters updated and others not"
             raise
 
     def _step_optimizer(self) -> None:
@@ -172,8 +173,7 @@ class Stepping(Held):
         self._losses = []
         self._stepping = True
         try:
-            with self._no_way_back():
-                self.optimizer.step()
+            self.optimizer.step()
         finally:
             self._stepping = False
 
@@ -187,13 +187,16 @@ class Stepping(Held):
             raise StateError(
                 "optimizer.step() without gradients: call engine.backward(loss), then engine.step()"
             )
-        if self.config.updates == "in-backward":
-            session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
-            session.drop_gradients()
-        else:
-            session.apply(self._factor)
-            session.unmanaged.apply(self.optimizer.param_groups, self._factor)
-        self.steps += 1
+        with self._no_way_back():
+            if self.config.updates == "in-backward":
+                session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
+                session.drop_gradients()
+            else:
+                session.apply(self._factor)
+                session.unmanaged.apply(self.optimizer.param_groups, self._factor)
+            if self._scaler is not None:
+                self._scaler.update(False)
+            self.steps += 1
 
 
 def _outlast(guarded: Guarded) -> tuple[Decision | None, BaseException | None]:

@@ -5,7 +5,7 @@ import warnings
 from ebbtide.kernels.base import BLOCK, Decision, Guarded, Kernels, Operands, Scaling
 from ebbtide.kernels.cpu import NativeKernels
 from ebbtide.kernels.fallback import FallbackKernels
-from ebbtide.kernels.rule import ADAM, ADAMW, RULES, Rule
+from ebbtide.kernels.rule import ADAM, ADAMW, RULES, Rule, require_settings
 
 __all__ = [
     "ADAM",
@@ -22,6 +22,7 @@ __all__ = [
     "Scaling",
     "cpu_kernels",
     "gpu_kernels",
+    "require_settings",
 ]
 
 

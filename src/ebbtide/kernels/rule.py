@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ebbtide.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -37,6 +39,33 @@ class Rule:
     states: tuple[str, ...]
     coefficients: Callable[[Mapping[str, Any], int, float], tuple[float, ...]]
     formula: Callable[[Tensor, Tensor, tuple[Tensor, ...], Sequence[float]], None]
+
+
+def require_settings(group: Mapping[str, Any], place: int) -> None:
+    """Before anything is updated with them."""
+    for key, expected, fits in _SETTINGS:
+        try:
+            good = key in group and fits(group[key])
+        except (TypeError, ValueError, RuntimeError):
+            good = False
+        if not good:
+            found = repr(group[key]) if key in group else "nothing"
+            raise ConfigError(
+                f"param_groups[{place}]: expected {expected} as {key!r}, found {found}; nothing was updated. Set "
+                f"engine.optimizer.param_groups[{place}][{key!r}]"
+            )
+
+
+def _fractions(betas: Any) -> bool:
+    return len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
+
+
+_SETTINGS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("lr", "a finite number", lambda value: abs(float(value)) < 1e38),
+    ("betas", "two numbers from 0 up to 1, without 1,", _fractions),
+    ("eps", "a finite number from 0 on", lambda value: 0 <= float(value) < math.inf),
+    ("weight_decay", "a finite number", lambda value: math.isfinite(float(value))),
+)
 
 
 def root(x: Tensor) -> Tensor:

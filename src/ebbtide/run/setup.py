@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -76,10 +77,38 @@ def choose(module: nn.Module, config: Config) -> Choice:
     dtypes = {n: target if target and p.dtype.is_floating_point else p.dtype for n, p in named.items()}
     for name, parameter in managed.items():
         refuse_hooks(name, parameter, dtypes[name])
+    _refuse_shared_memory(module, named, dtypes, target)
     for name, buffer in module.named_buffers():
         if is_split(buffer):
             raise UnsupportedError(f"{name} is a buffer and a DTensor; only parameters may be split")
     return Choice(managed, unmanaged, dtypes, hosted, target)
+
+
+def _refuse_shared_memory(
+    module: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    buffer_dtype: torch.dtype | None,
+) -> None:
+    """Two tensors in one memory, one of them trained. What is converted gets memory of its own, as by `module.to`."""
+    there: list[tuple[str, torch.Tensor, bool]] = [
+        (name, p, p.requires_grad) for name, p in named.items() if dtypes[name] == p.dtype
+    ]
+    for name, buffer in module.named_buffers():
+        if not buffer.is_floating_point() or buffer_dtype in (None, buffer.dtype):
+            there.append((name, buffer, False))
+    ranges = sorted(
+        (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size(), name, trained)
+        for name, tensor, trained in there
+        if not (part := part_of(tensor)).is_meta and part.numel() and _is_dense(part)
+    )
+    for (_, end, one, trained), (begin, _, other, also) in itertools.pairwise(ranges):
+        if begin < end and (trained or also):
+            raise UnsupportedError(
+                f"{one} and {other} lie in the same memory and are not one parameter: an update of one would be one of "
+                "the other, which chunks do not keep. Tie them (both names for one Parameter), or give one memory of "
+                "its own with .clone()"
+            )
 
 
 def warn_of_slow_products(choice: Choice, kind: str) -> None:

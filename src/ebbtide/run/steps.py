@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.kernels import Rule
+from ebbtide.kernels import Rule, require_settings
 from ebbtide.run.model import ModelData
 
 
@@ -38,6 +38,7 @@ class Steps:
         index = {id(p): i for i, p in enumerate(self.data.parameters)}
         found = [-1] * len(index)
         for place, group in enumerate(groups):
+            require_settings(group, place)
             for parameter in group["params"]:
                 if id(parameter) in index:
                     found[index[id(parameter)]] = place

@@ -2,8 +2,9 @@
 
 A Hugging Face model is built again from its config, on a tape. Any other module is taken to be built as PyTorch's
 own are: children in the order of their names' registration, then `reset_parameters()` (or
-`_reset_parameters()`), called by the constructor. Where a constructor does something else that the module's
-structure does not tell, it is refused by name.
+`_reset_parameters()`), called by the constructor. Where a constructor does something else that names in it or versions
+of tensors show, it is refused by name. What nothing shows is the order in which modules were made, and what was made and
+thrown away: a child that takes another's place is drawn where that one was.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def load(session: Session, name: str) -> torch.Tensor:
         parameter = session.unmanaged.parameters[name].detach()
         master = session.unmanaged.master_of(name)
         if master is None:
-            return parameter.to("cpu", torch.float32 if parameter.is_floating_point() else None, copy=True)
+            short = parameter.is_floating_point() and parameter.dtype.itemsize < 4
+            return parameter.to("cpu", torch.float32 if short else None, copy=True)
         return master.cpu().clone().as_strided(parameter.shape, parameter.stride())
     member = session.data.names.index(name)
     return elements.load_value(session.data, member, session.updates.kernels["host"])
@@ -65,17 +66,27 @@ def whole(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def save(session: Session, name: str, value: torch.Tensor) -> None:
+    """One that fits (`require`)."""
     if name in session.unmanaged.parameters:
-        parameter = session.unmanaged.parameters[name]
-        _same_shape(name, value, tuple(parameter.shape))
         session.unmanaged.write(name, value)
         return
     member = session.data.names.index(name)
     place = session.data.places[member]
     value = part_like(value, session.data.parameters[member])
-    _same_shape(name, value, place.shape)
     laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32)
     store(session, member, dense(laid.copy_(value)))
+
+
+def require(session: Session, name: str, value: torch.Tensor) -> None:
+    """That it can be saved as the parameter's value: asked of all before the first is written."""
+    if name in session.unmanaged.parameters:
+        parameter = session.unmanaged.parameters[name]
+        _require_tensor(name, value, parameter)
+        _same_shape(name, value, tuple(parameter.shape))
+        return
+    member = session.data.names.index(name)
+    _require_tensor(name, value, session.data.parameters[member])
+    _same_shape(name, part_like(value, session.data.parameters[member]), session.data.places[member].shape)
 
 
 def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> None:
@@ -91,7 +102,8 @@ def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> 
 
 
 def gradient(session: Session, name: str, loss_scale: float = 1.0) -> torch.Tensor | None:
-    """The mean over all ranks and micro-batches so far; ranks that share chunks call it together."""
+    """The mean over all ranks, and over a step's micro-batches, of which some may not be there yet; ranks that share
+    chunks call it together."""
     found = _held_outside(session, name) if name in session.unmanaged.parameters else _held(session, name)
     return None if found is None else found.div_(session.config.accumulate * session.pieces * loss_scale)
 
@@ -170,14 +182,10 @@ def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None
 
 def _require_shapes(session: Session, state: Mapping[str, torch.Tensor]) -> None:
     """Before anything is written."""
-    for name, parameter in session.module.named_parameters():
-        if name in session.unmanaged.parameters:
-            _same_shape(name, state[name], tuple(parameter.shape))
-            continue
-        member = session.data.names.index(name)
-        value = part_like(state[name], session.data.parameters[member])
-        _same_shape(name, value, session.data.places[member].shape)
+    for name in names(session):
+        require(session, name, state[name])
     for name, buffer in persistent_buffers(session.module):
+        _require_tensor(name, state[name], buffer)
         _same_shape(name, state[name], tuple(buffer.shape))
 
 
@@ -196,6 +204,18 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def _require_tensor(name: str, value: object, like: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"{name}: expected a tensor, found {type(value).__name__}; nothing was written")
+    found = "on the meta device" if value.is_meta else f"with layout {value.layout}"
+    if value.is_meta or value.layout != torch.strided:
+        raise ConfigError(
+            f"{name}: expected a dense tensor with values, found one {found}; nothing was written"
+        )
+    if value.is_complex() and not like.is_complex():
+        raise ConfigError(f"{name}: expected {like.dtype} numbers, found {value.dtype}; nothing was written")
+
+
 def _same_shape(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(value.shape) != shape:
-        raise ConfigError(f"{name}: expected shape {shape}, found {tuple(value.shape)}")
+        raise ConfigError(f"{name}: expected shape {shape}, found {tuple(value.shape)}; nothing was written")
