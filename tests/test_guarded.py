@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import ebbtide
 import zoo
 from ebbtide.engine import training
-from ebbtide.errors import NonFiniteError, StateError
+from ebbtide.errors import ConfigError, NonFiniteError, StateError
 from ebbtide.kernels import Decision, FallbackKernels, Operands, Rule, Scaling
 from harness import config_of
 
@@ -248,13 +248,16 @@ def test_what_changes_behind_the_update_is_refused(
 
 
 @pytest.mark.parametrize("setting", ["lr", "eps", "weight_decay"])
-def test_settings_that_are_no_numbers_are_the_users(setting: str, deeds: list[str]) -> None:
-    """As in plain PyTorch."""
-
+def test_settings_that_are_no_numbers_are_refused(setting: str, deeds: list[str]) -> None:
     def deed(engine: ebbtide.Engine, _: bool) -> None:
         steps(engine, range(4))
+        good = engine.optimizer.param_groups[0][setting]
         engine.optimizer.param_groups[0][setting] = math.nan
-        steps(engine, [4])
+        with pytest.raises(ConfigError, match=f"'{setting}', found nan; nothing was updated"):
+            steps(engine, [4])
+        engine.optimizer.param_groups[0][setting] = good
+        engine.optimizer.zero_grad()
+        steps(engine, [5])
 
     both(deed)
 

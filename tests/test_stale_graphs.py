@@ -21,7 +21,6 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.blocks = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())))
         self.side = nn.Linear(64, 64)
 
@@ -34,6 +33,7 @@ def engine_of(memory: int | None, **settings: object) -> Engine:
     device = {} if memory is None else {"memory": memory}
     size = {} if settings.get("layout") == "tensor" else {"chunk_size": "64KiB"}
     read = Config.read(config_of(clip=None, device=device, **size, **settings))
+    torch.manual_seed(0)
     return Engine(Model(), read, tiers=open_tiers(read))
 
 
@@ -141,3 +141,20 @@ def test_other_engines_values_and_reads_make_nothing_stale() -> None:
     engine.backward(loss)
     engine.step()
     engine.close()
+
+
+def test_a_model_from_the_meta_device_has_a_version_for_each_parameter() -> None:
+    """All had that of the placeholder that they are views of while they are away."""
+    with torch.device("meta"):
+        model = Model()
+    read = Config.read(config_of(precision="fp32", clip=None, device={"memory": BUDGET}, chunk_size="64KiB"))
+    torch.manual_seed(0)
+    engine, other = Engine(model, read, tiers=open_tiers(read)), engine_of(None, precision="fp32")
+    for one in (engine, other):
+        warmed(one, 3)
+        with torch.no_grad(), one.resident():
+            one.module.blocks[2].weight.mul_(0.5)
+        warmed(one, 3)
+    assert engine.weights_sha256() == other.weights_sha256()
+    engine.close()
+    other.close()

@@ -152,6 +152,7 @@ class Machinery:
     def _lock_free(self, config: Config) -> LockFree:
         made = LockFree(self.updates.chunks, self.executor, config.max_staleness, config.waiting_width)
         self.updates.lock_free = made
+        self.data.ever_newer = True
         self.executor.beside, self.data.before_values = made.tick, made.drain
         return made
 

@@ -22,6 +22,7 @@ from ebbtide.memory.chunk import TORCH_DTYPES, Chunk
 from ebbtide.memory.chunks import ChunkStore
 from ebbtide.memory.parts import Split, part_of, split_of
 from ebbtide.plan.shape import PARAM, WHOLE
+from ebbtide.run.source import apart
 from ebbtide.run.source import replace as replace_parameter
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -137,6 +138,8 @@ class ModelData:
         """Gives whom to call before parameters become placeholders."""
         self.written_on_ssd: Callable[[int], None] = lambda index: None
         """Told of chunks whose copies on SSD were written by name."""
+        self.ever_newer = False
+        """Weights change while a pass is under way: whose graph has older ones is nothing to look for (lock-free)."""
         self._versions: list[int | None] = [None] * len(layout.chunks)
         self.writes = [0] * len(layout.chunks)
         """By chunk: how often writes in place by the user were noticed."""
@@ -350,7 +353,7 @@ class ModelData:
         if split is not None and value.dtype == parameter.dtype:
             self.memory[member].data = value
         elif split is not None:
-            replace_parameter(parameter, split.around(value))
+            replace_parameter(parameter, split.around(apart(value)))
             self.memory[member] = part_of(parameter)
         elif parameter.is_meta != value.is_meta:
             replace_parameter(parameter, value)
@@ -384,7 +387,7 @@ class ModelData:
         )
 
     def rebuild(self, handle: Handle) -> torch.Tensor:
-        if self.memory[handle.member]._version != handle.version:
+        if self.memory[handle.member]._version != handle.version and not self.ever_newer:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.names[handle.member]}, of shape {list(handle.shape)}, was updated or written after forward had "

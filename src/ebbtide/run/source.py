@@ -19,8 +19,18 @@ class Source(Protocol):
         """The take-over failed: what `fill` did is taken back."""
 
 
+def apart(value: torch.Tensor) -> torch.Tensor:
+    """The same memory with a version of its own: a view has that of what it is a view of, and all placeholders are views
+    of one."""
+    found = torch.empty(0, dtype=value.dtype, device=value.device)
+    found.data = value
+    return found
+
+
 def replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a tensor another's memory, device included, and leaves it the same object; `data` cannot do that."""
+    if type(value) is torch.Tensor:
+        value = apart(value)
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     value.__class__ = type(tensor)
