@@ -394,3 +394,31 @@ def test_a_host_without_room_for_what_is_given_up(make: Make, host: int) -> None
     for number in range(6):
         turn(whole, number)
     assert first.weights_sha256() == whole.weights_sha256()
+
+
+def test_copies_that_another_engine_can_drop_refuse_nobody(make: Make) -> None:
+    """Parameters were on the device and on the host, and one more engine was told that there is no room."""
+    engines = make(1_500_000)
+    for number in range(2):
+        for engine in engines:
+            turn(engine, number)
+    with engines[0].resident(), engines[1].resident(), torch.no_grad():
+        for engine in engines:
+            engine(**batch(0))
+    for engine in engines:
+        engine.synchronize()
+    tiers = engines[0]._tiers
+    wide = torch.nn.Sequential(torch.nn.Linear(140, 1024), torch.nn.Linear(1024, 8))
+    free = tiers.ledger.budgets["device"] - tiers.ledger.reserved["device"]
+    assert 4 * 140 * 1024 > free, "else it would have room anyway"
+    config = ebbtide.Config.read(config_of(device={"memory": 1_500_000}, precision="fp32"))
+    third = Engine(wide, config, tiers=tiers)
+    try:
+        for number in range(2, 4):
+            third.backward(third(torch.randn(4, 140)).square().mean())
+            third.step()
+            for engine in engines:
+                turn(engine, number)
+    finally:
+        third.close()
+    assert [engine.weights_sha256() for engine in engines] == alone(make, [1] * 4)

@@ -125,7 +125,9 @@ class Machinery:
         self.unmanaged = Unmanaged(self.module, choice, self.backend, kernels, self.updates.rule)
         self._reserve_hosted(choice)
         self.recording = Recording(self.backend, self.unmanaged, self.updates.kept)
-        spared = 0 if self.sharing is None else self.sharing.reductions.extra()
+        spared = sum(room.copies() for room in self.room.peers)
+        if self.sharing is not None:
+            spared += self.sharing.reductions.extra()
         check_fit(self.ledger, config, shape_of(self.data, self.updates), spared)
 
     def _make_plans(self, companions: Companions | None) -> None:

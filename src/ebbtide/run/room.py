@@ -299,6 +299,16 @@ class Room:
         ]
         return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
 
+    def copies(self) -> int:
+        """Bytes on the device that are elsewhere, too, and are in nobody's use: they go for whoever needs the room."""
+        return sum(
+            c.nbytes
+            for c in self.store.chunks.values()
+            if c.device is not None
+            and c.kind in self._leaving
+            and not (self.store.in_use(c) or self.store.only_here(c))
+        )
+
     def evict(self, chunk: Chunk) -> None:
         """Starts a chunk's way off the device; what is out of date there just goes."""
         if chunk is self.data.computed(chunk.index):
