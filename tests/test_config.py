@@ -247,3 +247,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Config.read(tmp_path / "binary.toml")
     with pytest.raises(ConfigError, match="expected a Config, a dict or the path"):
         Config.read(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"threads": 100_000}, "threads"),
+        ({"threads": 10**10}, "threads"),
+        ({"accumulate": 10**40}, "accumulate"),
+        ({"ssd": {"memory": 10**40}}, "ssd.memory"),
+        ({"device.memory": "1GB"}, "did you mean 'memory' in the table 'device'"),
+        ({"precision": "BF16"}, "did you mean 'bf16'"),
+    ],
+)
+def test_what_no_machine_has_and_what_is_nearly_right(values: dict[str, Any], said: str) -> None:
+    """Some ended in the library's own error, or in a crash of its threads."""
+    with pytest.raises(ConfigError, match=said):
+        Config.read(values)

@@ -410,7 +410,7 @@ def test_copies_that_another_engine_can_drop_refuse_nobody(make: Make) -> None:
     tiers = engines[0]._tiers
     wide = torch.nn.Sequential(torch.nn.Linear(140, 1024), torch.nn.Linear(1024, 8))
     free = tiers.ledger.budgets["device"] - tiers.ledger.reserved["device"]
-    assert 4 * 140 * 1024 > free, "else it would have room anyway"
+    assert free < 4 * 140 * 1024, "else it would have room anyway"
     config = ebbtide.Config.read(config_of(device={"memory": 1_500_000}, precision="fp32"))
     third = Engine(wide, config, tiers=tiers)
     try:

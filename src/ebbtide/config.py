@@ -102,7 +102,7 @@ class Config(Section):
     experts: Annotated[str, choice("spread", "gathered")] = "spread"
     """On several ranks: each has some experts of a layer and tokens go to them, where the layer is known and its experts
     divide by the ranks; or they are gathered like everything else."""
-    threads: Annotated[int | Auto, whole(auto=True)] = "auto"
+    threads: Annotated[int | Auto, whole(auto=True, most=1024)] = "auto"
     """Intra-op threads, fixed for the whole run: their number changes gradients."""
     machine: Annotated[str, text] = ""
     """A machine file: plans are chosen by the time that they take there; left out, by the bytes that they move."""

@@ -75,8 +75,9 @@ class UnsupportedError(EbbtideError):
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: "; did you mean 'x'?", or nothing."""
-    close = difflib.get_close_matches(word, list(choices), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    known = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"; did you mean {known[close[0]]!r}?" if close else ""
 
 
 def second_gradient(name: str) -> UnsupportedError:

@@ -91,11 +91,13 @@ def number(allowed: str, holds: Callable[[float], bool]) -> Check:
     return check
 
 
-def whole(least: int = 1, auto: bool = False) -> Check:
+def whole(least: int = 1, auto: bool = False, most: int = 1_000_000) -> Check:
     allowed = ("'auto' or " if auto else "") + f"a whole number of at least {least}"
 
     def check(key: Key, value: Any) -> int | Auto:
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            if value > most:
+                raise refuse(key, value, f"a whole number of at most {most:,}")
             return value
         if value == "auto" and auto:
             return "auto"
@@ -118,7 +120,7 @@ def size(least: int, auto: bool = True) -> Check:
             return "auto"
         hint = ""
         try:
-            if (found := parse_size(value)) >= least:
+            if least <= (found := parse_size(value)) < 1 << 63:
                 return found
         except ConfigError:
             near = nearest(value.lower(), ["auto"]) if isinstance(value, str) and auto else ""
@@ -184,7 +186,7 @@ def build(kind: type[S], values: Mapping[str, object], root: type[Section] | Non
     known = _checks(kind, root)
     for key in values:
         if key not in known:
-            raise unknown(root or kind, _join(kind.path, str(key)))
+            raise unknown(root or kind, _join(kind.path, str(key)), dotted="." in str(key))
     for one in fields(kind):
         if one.default is MISSING and one.default_factory is MISSING and one.name not in values:
             hint = "a table" if isinstance(get_type_hints(kind)[one.name], type(Section)) else "a value"
@@ -208,13 +210,17 @@ def _listed(value: Any) -> Any:
     return [_listed(one) for one in value] if isinstance(value, tuple) else value
 
 
-def unknown(root: type[Section], key: str) -> ConfigError:
-    """Names the nearest key of the same table, else the same name in another table, else all there are."""
+def unknown(root: type[Section], key: str, dotted: bool = False) -> ConfigError:
+    """Names the nearest key of the same table, else the same name in another table, else all there are. `dotted`: who
+    wrote it means a table by what is before the dot."""
     table, _, name = key.rpartition(".")
     split = [known.rpartition(".") for known in _keys(root)]
     siblings = [leaf for path, _, leaf in split if path == table]
     close = [_join(table, leaf) for leaf in difflib.get_close_matches(name, siblings, n=1)]
     close += [_join(path, leaf) for path, _, leaf in split if leaf == name]
+    if dotted and close:
+        path, _, leaf = close[0].rpartition(".")
+        return ConfigError(f"unknown {root.noun} '{key}'; did you mean {leaf!r} in the table {path!r}?")
     hint = f"; did you mean '{close[0]}'?" if close else f"; known here: {', '.join(siblings)}"
     return ConfigError(f"unknown {root.noun} '{key}'{hint}")
 

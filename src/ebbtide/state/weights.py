@@ -19,6 +19,7 @@ from ebbtide.state import values
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+COMPLEX = {"C64"}
 INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
@@ -104,7 +105,8 @@ class WeightFiles:
             raise ConfigError(
                 f"{entry.file}: {entry.key!r} has shape {entry.shape}, the module's {name} {shape}"
             )
-        if entry.dtype not in (FLOATS if tensor.is_floating_point() else INTEGERS):
+        fitting = COMPLEX if tensor.is_complex() else FLOATS if tensor.is_floating_point() else INTEGERS
+        if entry.dtype not in fitting:
             raise ConfigError(
                 f"{entry.file}: {entry.key!r} is {entry.dtype}, the module's {name} {tensor.dtype}"
             )
