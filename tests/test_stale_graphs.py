@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
+from ebbtide.errors import UnsupportedError
 from harness import config_of
 
 BUDGET = 150_000
@@ -95,6 +97,23 @@ def test_updates_in_backward_make_graphs_stale_too(memory: int | None, warm: int
     loss = engine(drawn(9, engine))
     step(engine)
     with pytest.raises(RuntimeError, match=STALE):
+        engine.backward(loss)
+    engine.close()
+
+
+def test_a_weight_that_reentrant_checkpoints_share_is_refused_by_name() -> None:
+    """Its first gradient updates it, and the second region wants what it was."""
+
+    class Shared(Model):
+        def forward(self, x: torch.Tensor, side: bool = False) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.side, x, use_reentrant=True)  # type: ignore[assignment]
+            return x.square().mean()
+
+    read = Config.read(config_of(precision="fp32", clip=None, updates="in-backward"))
+    engine = Engine(Shared(), read, tiers=open_tiers(read))
+    loss = engine(torch.randn(8, 64, requires_grad=True))
+    with pytest.raises(UnsupportedError, match=r"reentrant checkpoints.*use updates = \"exact\""):
         engine.backward(loss)
     engine.close()
 

@@ -222,7 +222,13 @@ class Engine(ByName, Saved, Stepping):
                 self._losses.pop()
             if in_backward and session.updates.applied != before:
                 self._broken = "an exception inside backward left some parameters updated and others not"
-            if isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error):
+            said = str(error) if isinstance(error, RuntimeError) else ""
+            if session.updates.applied != before and "modified by an inplace operation" in said:
+                raise UnsupportedError(
+                    "a weight was wanted in backward after its gradient had updated it (shared by reentrant "
+                    'checkpoints?), which updates = "in-backward" cannot take back; use updates = "exact"'
+                ) from error
+            if "backward through the graph a second time" in said:
                 raise UnsupportedError(
                     "a second backward through the same graph: its tensors are gone. Run forward again, or add "
                     "the losses and call engine.backward once"
