@@ -144,3 +144,49 @@ def test_how_much_larger() -> None:
     assert larger(((4, 2), (9,)), ((2, 8), (3,))) == 3.0
     assert larger(((4, 2),), ((2, 8), (3,))) == float("inf")
     assert larger((), ()) == 1.0
+
+
+class Deep(nn.Module):
+    """More parameters than activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(torch.cat([x] * 4, -1)[:, :64] + layer(x))
+        return x.square().mean()
+
+
+def test_what_is_evaluated_while_all_parameters_stay_is_foreseen() -> None:
+    """There is less room then than training has: a batch of training's size passed the budget silently."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    refused, least = [], None
+    for memory in range(770_000, 850_000, 4_000):
+        tight = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "16KiB"}
+        settings = Config.read(config_of(precision="fp32", **tight))
+        engine = Engine(Deep(), settings, tiers=open_tiers(settings))
+        try:
+            for _ in range(2):
+                engine.backward(engine(x))
+                engine.step()
+            resident = engine.resident()
+            try:
+                with resident:
+                    loss, most = evaluate(engine, x)
+            except BudgetError:
+                loss, most = None, 0  # not even the parameters have room
+            assert most <= memory, (most, memory)
+            refused.append(loss is None)
+            if loss is not None and least is None:
+                least = memory
+                assert memory - most < 16_000, "refused where it had room"
+            plain, most = evaluate(engine, x)
+            assert plain is not None and most <= memory
+            engine.backward(engine(x))
+            engine.step()
+        finally:
+            engine.close()
+    assert True in refused and False in refused

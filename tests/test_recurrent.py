@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -60,3 +62,39 @@ def test_what_is_imagined_is_what_comes(
             engine.step()
         assert count.peak <= memory
     engine.close()
+
+
+class Gates(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = kind(64, 64, batch_first=True)
+        self.rest = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.layers(x)[0]).square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_gates_that_are_written_one_by_one_leave_and_come_back_as_they_were(kind: type[nn.RNNBase]) -> None:
+    """A GRU cell's gates share a storage and have versions of their own: what was copied with the first was taken for
+    the others, too, and gradients were wrong."""
+
+    def steps(**more: Any) -> tuple[list[tuple[float, float | None]], int]:
+        settings = Config.read(
+            config_of(precision="fp32", chunk_size="8KiB", host={"memory": "64MB"}, **more)
+        )
+        engine = Engine(Gates(kind), settings, tiers=open_tiers(settings))
+        rows = []
+        for seed in range(3):
+            loss = engine(torch.randn(128, 8, 64, generator=torch.Generator().manual_seed(seed)))
+            engine.backward(loss)
+            rows.append((float(loss.detach()), engine.step().grad_norm))
+        sent = engine.stats()["offloaded_bytes"]
+        engine.close()
+        return rows, sent
+
+    resident, _ = steps()
+    away, sent = steps(device={"memory": 8_000_000}, offload_activations="all")
+    assert sent > 0
+    assert away == resident

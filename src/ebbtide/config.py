@@ -92,7 +92,7 @@ class Config(Section):
     nonfinite: Annotated[str, choice("stop", "continue")] = "stop"
     updates: Annotated[str, choice("exact", "in-backward", "lock-free")] = "exact"
     max_staleness: Annotated[int, whole()] = 4
-    accumulate: Annotated[int, whole()] = 1
+    accumulate: Annotated[int, whole(most=1_000_000)] = 1
     clip: Annotated[float | None, optional(_positive)] = None
     """Global norm; absent: no clipping."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()

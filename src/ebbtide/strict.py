@@ -91,12 +91,12 @@ def number(allowed: str, holds: Callable[[float], bool]) -> Check:
     return check
 
 
-def whole(least: int = 1, auto: bool = False, most: int = 1_000_000) -> Check:
+def whole(least: int = 1, auto: bool = False, most: int | None = None) -> Check:
     allowed = ("'auto' or " if auto else "") + f"a whole number of at least {least}"
 
     def check(key: Key, value: Any) -> int | Auto:
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            if value > most:
+            if most is not None and value > most:
                 raise refuse(key, value, f"a whole number of at most {most:,}")
             return value
         if value == "auto" and auto:

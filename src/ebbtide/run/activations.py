@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from threading import RLock
 
 import torch
@@ -26,7 +26,7 @@ from ebbtide.plan.activations import ALL, HOST, SSD, Away
 from ebbtide.run.shelves import HostShelf, Shelf, SsdShelf
 from ebbtide.run.stored import Handle, Remains, Stored
 from ebbtide.tracing.live import Recorder
-from ebbtide.tracing.saved import is_checkpoint_input, movable
+from ebbtide.tracing.saved import is_checkpoint_input, movable, spoken_for
 
 
 class Activations:
@@ -47,7 +47,7 @@ class Activations:
         self._plan: Away | None = None
         self._recorder: Recorder | None = None
         self._count = 0
-        self._known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[Hashable, Stored] = weakref.WeakValueDictionary()
         self._all: weakref.WeakSet[Stored] = weakref.WeakSet()
         self._leaving: dict[int, weakref.ref[Stored]] = {}
         self._returns: dict[int, list[weakref.ref[Stored]]] = {}
@@ -125,15 +125,16 @@ class Activations:
         storage = movable(tensor, self.backend.device)
         if storage is None or self.backend.owns(storage._cdata):
             return None
-        stored = self._known.get(storage._cdata)
+        part = spoken_for(tensor, storage)
+        stored = self._known.get(part)
         if stored is None or stored.version != tensor._version:
-            stored = self._admit(storage, tensor._version)
+            stored = self._admit(storage, part, tensor._version)
         return Handle(tensor, stored, self)
 
-    def _admit(self, storage: torch.UntypedStorage, version: int) -> Stored:
+    def _admit(self, storage: torch.UntypedStorage, part: Hashable, version: int) -> Stored:
         number, self._count = self._count, self._count + 1
-        stored = Stored(storage, number, version, self._dead)
-        self._known[stored.key] = stored
+        stored = Stored(storage, part, number, version, self._dead)
+        self._known[part] = stored
         self._all.add(stored)
         checkpoint = (self._plan is None or self._recorder is not None) and is_checkpoint_input()
         if self._recorder is not None:
@@ -238,7 +239,7 @@ class Activations:
         del self._leaving[stored.number]
         assert stored.copy is not None
         self._wait(stored.copy.out, stored.copy.shelf.links[0])
-        self._known.pop(stored.key, None)  # the address will be another storage's
+        self._known.pop(stored.part, None)  # the address will be another storage's
         self._held.pop(stored.number, None)
         stored.flat = None
         stored.away = True

@@ -40,7 +40,8 @@ class _Known:
 class Evaluations:
     def __init__(self, imagining: Imagining, room: Room) -> None:
         self._imagining, self._room = imagining, room
-        self._known: OrderedDict[Shapes, _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[Shapes, bool], _Known] = OrderedDict()
+        """Of training passes and of others, apart: of some shapes both are known."""
         self._plan: Plan | None = None
 
     def trained(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -49,17 +50,22 @@ class Evaluations:
             self._plan = plan
             self._remember(_shapes(args, kwargs), _Known(max(plan.levels, default=0), trained=True))
 
-    def make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], pinned: bool) -> bool:
         """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than a
-        training pass does."""
+        training pass does. `pinned`: parameters may not leave, so that there is less room than training has, and what it
+        takes has to be known."""
         shapes = _shapes(args, kwargs)
         if shapes is None:
             return False
-        measures = [(larger(shapes, one), known) for one, known in self._known.items()]
-        if any(known.trained and ratio <= 1.0 for ratio, known in measures):
+        measures = [(larger(shapes, one), known) for (one, _), known in self._known.items()]
+        if pinned:
+            measures = [
+                one for one in measures if not one[1].trained
+            ]  # that is with all that is saved for backward
+        elif any(known.trained and ratio <= 1.0 for ratio, known in measures):
             return False
         near = [math.ceil(known.level * ratio * ratio) for ratio, known in measures if ratio <= NEAR]
-        known = self._known.get(shapes)
+        known = self._known.get((shapes, False))
         level = known.level if known else min((one for one in near if self._is_little(one)), default=-1)
         if level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
@@ -67,7 +73,9 @@ class Evaluations:
                 return False
             level = record.peak
             self._remember(shapes, _Known(level, trained=False))
-        if level <= max((known.level for known in self._known.values() if known.trained), default=-1):
+        if not pinned and level <= max(
+            (known.level for known in self._known.values() if known.trained), default=-1
+        ):
             return False
         self._room.raise_level(max(level, 0 if self._room.guessed else self._room.level))
         return True
@@ -81,8 +89,8 @@ class Evaluations:
 
     def _remember(self, shapes: Shapes | None, known: _Known) -> None:
         if shapes is not None:
-            self._known[shapes] = known
-            self._known.move_to_end(shapes)
+            self._known[shapes, known.trained] = known
+            self._known.move_to_end((shapes, known.trained))
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
 

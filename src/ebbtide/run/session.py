@@ -79,7 +79,8 @@ class Session(Machinery):
                 self.room.begin_turn()
                 before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
-                self.room.foreseen = self.evaluations.make_room(signature, args, kwargs)
+                pinned = any(self.places.residing)
+                self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, pinned)
                 if not self.room.foreseen:
                     level = (
                         self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)

@@ -8,6 +8,7 @@ handle goes. That can happen in any thread, so a storage that dies only leaves a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,6 +59,7 @@ class Stored:
         "key",
         "landed",
         "number",
+        "part",
         "recorder",
         "size",
         "trip",
@@ -65,9 +67,10 @@ class Stored:
     )
 
     def __init__(
-        self, storage: torch.UntypedStorage, number: int, version: int, dead: deque[Remains]
+        self, storage: torch.UntypedStorage, part: Hashable, number: int, version: int, dead: deque[Remains]
     ) -> None:
-        self.key = storage._cdata
+        """`part`: what of it is saved, as `spoken_for` says."""
+        self.key, self.part = storage._cdata, part
         self.size = storage.nbytes()
         self.number = number
         self.version = version

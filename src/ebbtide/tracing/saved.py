@@ -8,6 +8,7 @@ hold ourselves, says so.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +43,15 @@ def movable(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage 
     return storage if storage.nbytes() >= SMALLEST else None
 
 
+def spoken_for(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
+    """What of a storage a saved tensor's version speaks for: all of it, but where the tensor is a part that is no view.
+    Those of `unsafe_chunk` have versions of their own, and a GRU cell writes its gates into them one by one: what was
+    copied for one is older than the next."""
+    if tensor._is_view() or tensor.numel() * tensor.element_size() >= storage.nbytes():
+        return storage._cdata
+    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape)
+
+
 def _beside(tensor: torch.Tensor) -> int:
     """What counts as a user of a storage beside its tensors: its Python object, once it was asked for."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
@@ -74,10 +84,10 @@ def is_checkpoint_input() -> bool:
 class _Storage:
     """A storage that an imagined pass has saved."""
 
-    __slots__ = ("key", "number", "tensors", "version")
+    __slots__ = ("key", "number", "part", "tensors", "version")
 
-    def __init__(self, key: int, number: int, version: int) -> None:
-        self.key, self.number, self.version = key, number, version
+    def __init__(self, key: int, part: Hashable, number: int, version: int) -> None:
+        self.key, self.part, self.number, self.version = key, part, number, version
         self.tensors = 0
 
 
@@ -105,7 +115,7 @@ class SavedList:
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder = recorder
         self._device = device
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[Hashable, _Storage] = {}
         self._held: set[_Storage] = set()
         """By others, too."""
 
@@ -113,10 +123,11 @@ class SavedList:
         storage = movable(tensor, self._device)
         if storage is None:
             return None
-        known = self._storages.get(storage._cdata)
+        part = spoken_for(tensor, storage)
+        known = self._storages.get(part)
         if known is None or known.version != tensor._version:
             number = self._recorder.save(storage.nbytes(), is_checkpoint_input())
-            known = self._storages[storage._cdata] = _Storage(storage._cdata, number, tensor._version)
+            known = self._storages[part] = _Storage(storage._cdata, part, number, tensor._version)
             self._held.add(known)
         return _Imagined(tensor, known, self)
 
@@ -132,5 +143,5 @@ class SavedList:
 
     def forget(self, storage: _Storage) -> None:
         self._held.discard(storage)
-        if self._storages.get(storage.key) is storage:
-            del self._storages[storage.key]
+        if self._storages.get(storage.part) is storage:
+            del self._storages[storage.part]
