@@ -27,9 +27,8 @@ class Uncompiled:
     def scope(self, look: bool) -> AbstractContextManager[Any]:
         """Around a pass; `look`: whether somebody may have compiled modules since the last one."""
         if "torch._dynamo" not in sys.modules:
-            return (
-                nullcontext()
-            )  # it is there as soon as anything is to be compiled, and takes a second to import
+            # It is there as soon as anything is to be compiled, and takes a second to import.
+            return nullcontext()
         if look and not self._found:
             self._look()
         return as_written() if self._found else nullcontext()

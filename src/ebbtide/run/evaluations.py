@@ -59,9 +59,8 @@ class Evaluations:
             return False
         measures = [(larger(shapes, one), known) for (one, _), known in self._known.items()]
         if pinned:
-            measures = [
-                one for one in measures if not one[1].trained
-            ]  # that is with all that is saved for backward
+            # Training's levels are with all that is saved for backward.
+            measures = [one for one in measures if not one[1].trained]
         elif any(known.trained and ratio <= 1.0 for ratio, known in measures):
             return False
         near = [math.ceil(known.level * ratio * ratio) for ratio, known in measures if ratio <= NEAR]
@@ -73,9 +72,8 @@ class Evaluations:
                 return False
             level = record.peak
             self._remember(shapes, _Known(level, trained=False))
-        if not pinned and level <= max(
-            (known.level for known in self._known.values() if known.trained), default=-1
-        ):
+        trained = max((known.level for known in self._known.values() if known.trained), default=-1)
+        if level <= trained and not pinned:
             return False
         self._room.raise_level(max(level, 0 if self._room.guessed else self._room.level))
         return True
