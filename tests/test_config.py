@@ -257,6 +257,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"accumulate": 10**40}, "accumulate"),
         ({"ssd": {"memory": 10**40}}, "ssd.memory"),
         ({"device.memory": "1GB"}, "did you mean 'memory' in the table 'device'"),
+        ({"x.precision": "bf16"}, "did you mean 'precision'"),
         ({"precision": "BF16"}, "did you mean 'bf16'"),
     ],
 )

@@ -218,8 +218,8 @@ def unknown(root: type[Section], key: str, dotted: bool = False) -> ConfigError:
     siblings = [leaf for path, _, leaf in split if path == table]
     close = [_join(table, leaf) for leaf in difflib.get_close_matches(name, siblings, n=1)]
     close += [_join(path, leaf) for path, _, leaf in split if leaf == name]
-    if dotted and close:
-        path, _, leaf = close[0].rpartition(".")
+    path, _, leaf = close[0].rpartition(".") if close else ("", "", "")
+    if dotted and path:
         return ConfigError(f"unknown {root.noun} '{key}'; did you mean {leaf!r} in the table {path!r}?")
     hint = f"; did you mean '{close[0]}'?" if close else f"; known here: {', '.join(siblings)}"
     return ConfigError(f"unknown {root.noun} '{key}'{hint}")
