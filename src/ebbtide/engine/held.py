@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -14,6 +13,7 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.errors import StateError
+from ebbtide.intercept.compiled import has_compiler
 from ebbtide.run.companions import Companions
 from ebbtide.run.session import Session
 
@@ -26,7 +26,7 @@ def alone(method: Method) -> Method:
 
     @wraps(method)
     def called(self: Held, *args: Any, **kwargs: Any) -> Any:
-        if not left_alone and "torch._dynamo" in sys.modules:
+        if not left_alone and has_compiler():
             left_alone.append(torch.compiler.disable(method))
         with self._alone():
             return (left_alone[0] if left_alone else method)(self, *args, **kwargs)

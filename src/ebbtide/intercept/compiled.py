@@ -26,10 +26,7 @@ class Uncompiled:
 
     def scope(self, look: bool) -> AbstractContextManager[Any]:
         """Around a pass; `look`: whether somebody may have compiled modules since the last one."""
-        if "torch._dynamo" not in sys.modules:
-            # It is there as soon as anything is to be compiled, and takes a second to import.
-            return nullcontext()
-        if look and not self._found:
+        if look and not self._found and has_compiler():
             self._look()
         return as_written() if self._found else nullcontext()
 
@@ -49,9 +46,12 @@ class Uncompiled:
 
 def as_written() -> AbstractContextManager[Any]:
     """For an imagined pass always: what the compiler gives up there it would not try again in a real one."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager") if has_compiler() else nullcontext()
+
+
+def has_compiler() -> bool:
+    """It is there as soon as anything is to be compiled, and takes a second to import."""
+    return "torch._dynamo" in sys.modules
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,27 +27,18 @@ NEAR = 1.5
 PLAIN = (int, float, str, type(None))
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Of a pass, by the shapes of its input."""
-
-    level: int
-    """Bytes of non-model data, at its highest."""
-    trained: bool
-
-
 class Evaluations:
     def __init__(self, imagining: Imagining, room: Room) -> None:
         self._imagining, self._room = imagining, room
-        self._known: OrderedDict[tuple[Shapes, bool], _Known] = OrderedDict()
-        """Of training passes and of others, apart: of some shapes both are known."""
+        self._known: OrderedDict[tuple[Shapes, bool], int] = OrderedDict()
+        """By the shapes of a pass's input, and whether it trains: its bytes of non-model data, at the highest."""
         self._plan: Plan | None = None
 
     def trained(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass has this plan."""
         if plan is not self._plan:
             self._plan = plan
-            self._remember(_shapes(args, kwargs), _Known(max(plan.levels, default=0), trained=True))
+            self._remember(_shapes(args, kwargs), True, max(plan.levels, default=0))
 
     def make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], pinned: bool) -> bool:
         """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than a
@@ -57,22 +47,22 @@ class Evaluations:
         shapes = _shapes(args, kwargs)
         if shapes is None:
             return False
-        measures = [(larger(shapes, one), known) for (one, _), known in self._known.items()]
+        measures = [(larger(shapes, one), trains, level) for (one, trains), level in self._known.items()]
         if pinned:
             # Training's levels are with all that is saved for backward.
-            measures = [one for one in measures if not one[1].trained]
-        elif any(known.trained and ratio <= 1.0 for ratio, known in measures):
+            measures = [one for one in measures if not one[1]]
+        elif any(trains and ratio <= 1.0 for ratio, trains, _ in measures):
             return False
-        near = [math.ceil(known.level * ratio * ratio) for ratio, known in measures if ratio <= NEAR]
-        known = self._known.get((shapes, False))
-        level = known.level if known else min((one for one in near if self._is_little(one)), default=-1)
+        near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
+        little = min((one for one in near if self._is_little(one)), default=-1)
+        level = self._known.get((shapes, False), little)
         if level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
             if record is None:
                 return False
             level = record.peak
-            self._remember(shapes, _Known(level, trained=False))
-        trained = max((known.level for known in self._known.values() if known.trained), default=-1)
+            self._remember(shapes, False, level)
+        trained = max((level for (_, trains), level in self._known.items() if trains), default=-1)
         if level <= trained and not pinned:
             return False
         self._room.raise_level(max(level, 0 if self._room.guessed else self._room.level))
@@ -85,10 +75,10 @@ class Evaluations:
         held = ledger.reserved["device"] - ledger.tags["device"].get(PARAM, 0)
         return level + held + 2 * largest <= self._room.budget("device")
 
-    def _remember(self, shapes: Shapes | None, known: _Known) -> None:
+    def _remember(self, shapes: Shapes | None, trains: bool, level: int) -> None:
         if shapes is not None:
-            self._known[shapes, known.trained] = known
-            self._known.move_to_end((shapes, known.trained))
+            self._known[shapes, trains] = level
+            self._known.move_to_end((shapes, trains))
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
 

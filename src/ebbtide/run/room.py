@@ -277,15 +277,7 @@ class Room:
 
     def _victims(self, short: int) -> list[Chunk]:
         """The chunks that should leave so that `short` bytes become free."""
-        chunks = [
-            c
-            for c in self.store.chunks.values()
-            if c.kind in self._leaving
-            and c.device is not None
-            and c.move is None
-            and c not in self._guarded
-            and not self.store.in_use(c)
-        ]
+        chunks = [c for c in self._unused() if c.move is None and c not in self._guarded]
         course = self.course
         candidates = [
             Candidate(
@@ -301,13 +293,15 @@ class Room:
 
     def copies(self) -> int:
         """Bytes on the device that are elsewhere, too, and are in nobody's use: they go for whoever needs the room."""
-        return sum(
-            c.nbytes
+        return sum(c.nbytes for c in self._unused() if not self.store.only_here(c))
+
+    def _unused(self) -> list[Chunk]:
+        """The chunks on the device that may leave it, and that nobody uses."""
+        return [
+            c
             for c in self.store.chunks.values()
-            if c.device is not None
-            and c.kind in self._leaving
-            and not (self.store.in_use(c) or self.store.only_here(c))
-        )
+            if c.kind in self._leaving and c.device is not None and not self.store.in_use(c)
+        ]
 
     def evict(self, chunk: Chunk) -> None:
         """Starts a chunk's way off the device; what is out of date there just goes."""

@@ -306,11 +306,15 @@ class Updates:
         if self.lock_free is not None and self.homes[index] != "device":
             self.lock_free.give(index, members, scale)
             return
+        self._count(members)
+        self.chunks.update(index, self._sources(index, members), scale)
+        self.taken.updated(members)
+
+    def _count(self, members: Sequence[int]) -> None:
+        """One more update of each, from which on what was saved of its value is old."""
         for member in members:
             self.steps.counts[member] += 1
         self.data.changed(members)
-        self.chunks.update(index, self._sources(index, members), scale)
-        self.taken.updated(members)
 
     def _sources(self, index: int, members: list[int]) -> dict[Chunk, list[int]]:
         """The chunks that hold gradients of these members, but for those that are kept as they came."""
@@ -358,8 +362,7 @@ class Updates:
             self.squares[member] = self.kernels["device"].sum_of_squares(flat)
             self._refuse_nonfinite(member)
             self.applied += 1
-            self.steps.counts[member] += 1
-            self.data.changed([member])
+            self._count([member])
             self.chunks.update_one(member, flat, self.scale)
         self.arrived[member] = 1
 
