@@ -40,10 +40,12 @@ class Evaluations:
             self._plan = plan
             self._remember(_shapes(args, kwargs), True, max(plan.levels, default=0))
 
-    def make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], pinned: bool) -> bool:
-        """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than a
-        training pass does. `pinned`: parameters may not leave, so that there is less room than training has, and what it
-        takes has to be known."""
+    def make_room(
+        self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], planned: int, pinned: bool
+    ) -> bool:
+        """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than the
+        `planned` bytes that the plan at hand has for training: its batches may have been larger before. `pinned`:
+        parameters may not leave, so that there is less room than training has, and what it takes has to be known."""
         shapes = _shapes(args, kwargs)
         if shapes is None:
             return False
@@ -51,7 +53,7 @@ class Evaluations:
         if pinned:
             # Training's levels are with all that is saved for backward.
             measures = [one for one in measures if not one[1]]
-        elif any(trains and ratio <= 1.0 for ratio, trains, _ in measures):
+        elif any(trains and ratio <= 1.0 and level <= planned for ratio, trains, level in measures):
             return False
         near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
         little = min((one for one in near if self._is_little(one)), default=-1)
@@ -59,11 +61,12 @@ class Evaluations:
         if level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
             if record is None:
+                trained = min((one for ratio, trains, one in measures if trains and ratio <= 1.0), default=0)
+                self._room.raise_level(max(trained, self._room.level), guess=True)
                 return False
             level = record.peak
             self._remember(shapes, False, level)
-        trained = max((level for (_, trains), level in self._known.items() if trains), default=-1)
-        if level <= trained and not pinned:
+        if level <= planned and not pinned:
             return False
         self._room.raise_level(max(level, 0 if self._room.guessed else self._room.level))
         return True

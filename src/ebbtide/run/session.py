@@ -79,13 +79,12 @@ class Session(Machinery):
                 self.room.begin_turn()
                 before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
+                planned = max(plan.levels, default=0) if plan is not None else -1
                 pinned = any(self.places.residing)
-                self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, pinned)
+                self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, planned, pinned)
                 if not self.room.foreseen:
-                    level = (
-                        self.homes.first_level(self.shape) if plan is None else max(plan.levels, default=0)
-                    )
-                    self.room.raise_level(max(level, before), guess=True)
+                    level = self.homes.first_level(self.shape) if plan is None else planned
+                    self.room.raise_level(max(level, self.room.level), guess=True)
         try:
             with self.interceptor.scope():
                 yield
