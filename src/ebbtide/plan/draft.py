@@ -256,7 +256,9 @@ def _with_evicted(
         extra = sum(stored_bytes(shape.sizes[item], shape.piece) for item in residency.evicted)
         needed = sum(stored_bytes(shape.state_bytes[i], shape.piece) for i in host.ssd) + extra
         return replace(host, short=max(0, needed - settings.ssd))
-    evicted = {move.item for move in residency.moves if not move.fetch and move.traffic}
+    # What nobody updates leaves without a copy being made: the host has had one all along.
+    frozen = {i for i, (kind, chunk) in enumerate(shape.items) if kind == PARAM and not shape.state_bytes[chunk]}
+    evicted = {m.item for m in residency.moves if not m.fetch and (m.traffic or m.item in frozen)}
     copies = {kind: Paged(shape, shape.parameter_bytes) for kind in (PARAM, GRAD)}
     extra = 0
     for item in evicted:

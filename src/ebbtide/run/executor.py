@@ -10,7 +10,7 @@ while its storage has more users than we gave it; the next event finds it releas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,8 +44,8 @@ class Executor:
         self.room = Room(data, self.course, updater, eviction)
         self.places = Places(data, self.course, self.room)
         self.recorder: Recorder | None = None
-        self.reclaim: Callable[[int], None] = lambda run: None
-        """Called before a run is used: gradients may have taken its parameters' space."""
+        self.reclaim: Callable[[Sequence[int]], None] = lambda members: None
+        """Called before parameters are used: gradients may have taken their space."""
         self.on_gradient: Callable[[int], None] = lambda parameter: None
         """Told of each gradient, after its moment has begun."""
         self.beside: Callable[[], None] | None = None
@@ -107,8 +107,12 @@ class Executor:
     @on_real_memory
     def unpack(self, handle: Handle) -> torch.Tensor:
         with self.lock:
-            if handle.run not in self._reversing:
+            new = handle.run not in self._reversing
+            if new:
                 self._tick(event(BACKWARD, handle.run))
+            # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
+            self.reclaim((handle.member,))
+            if new:
                 self._acquire(handle.run, BACKWARD)
                 self._reversing.append(handle.run)
             return self.data.rebuild(handle)
@@ -293,7 +297,8 @@ class Executor:
     # -- access and release ---------------------------------------------------------------------------
 
     def _acquire(self, run: int, phase: int) -> None:
-        self.reclaim(run)
+        if phase == FORWARD:
+            self.reclaim(self.data.runs[run].parameters)
         if self.states.access(run):
             if self.recorder is not None:
                 self.recorder.begin(run, phase)

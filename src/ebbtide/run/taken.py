@@ -68,9 +68,9 @@ class TakenSpace:
                 self.places.leave_stale(param)
             self.lost.discard(member)
 
-    def reclaim(self, run: int) -> None:
-        """A run is about to be used whose parameters' space may be taken."""
-        if self.away and not self.away.isdisjoint(self.data.runs[run].parameters):
+    def reclaim(self, members: Iterable[int]) -> None:
+        """Parameters are about to be used whose space may be taken."""
+        if self.away and not self.away.isdisjoint(members):
             self.give_back()
 
     def give_back(self) -> None:

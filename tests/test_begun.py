@@ -1,0 +1,98 @@
+"""A step that has begun comes to its end: a budget that is too small is refused before the first pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ebbtide
+import reference
+from ebbtide.errors import BudgetError
+from harness import LR, config_of
+from zoo import Loss
+
+WIDTH = 64
+
+
+class Pair(nn.Module):
+    """Two weights in one module, as experts and attention have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.linear(torch.relu(F.linear(x, self.up)), self.down)
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        return Loss(self.blocks(x).float().square().mean(), ())
+
+
+class Pairs(Net):
+    def __init__(self) -> None:
+        super().__init__(Pair)
+
+
+class Adapted(Net):
+    """Most of it is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False).data = parameter.bfloat16().float()  # it has no master
+        self.blocks.append(nn.Linear(WIDTH, WIDTH))
+        self.blocks.insert(0, nn.Linear(WIDTH, WIDTH))
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()}
+
+
+def trained(kind: type[nn.Module], steps: int = 3, **changes: Any) -> str | None:
+    """The weights' hash, or None where it is refused, before anything has run."""
+    begun = False
+    engine = None
+    try:
+        engine = ebbtide.initialize(kind(), config_of(chunk_size="16KiB", **changes))
+        for number in range(steps):
+            loss = engine(**batch(number)).loss
+            begun = True
+            engine.backward(loss)
+            engine.step()
+        engine.check_integrity()
+        return engine.weights_sha256()
+    except BudgetError:
+        if begun:
+            raise
+        return None
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+@pytest.mark.parametrize("device", [110_000, 150_000])
+@pytest.mark.parametrize(
+    "kind, changes",
+    [(Pairs, {"master": "separate"}), (Pairs, {}), (Adapted, {}), (Adapted, {"layout": "page"})],
+)
+def test_whatever_the_host(kind: type[nn.Module], device: int, changes: dict[str, Any]) -> None:
+    """A module's first weight is wanted after the second one's gradient has taken its space, which it keeps: no plan has
+    room for it elsewhere. What is frozen leaves the device, too, and has its place on the host."""
+    expected = reference.train(kind(), batch, 3, lr=LR, clip=1.0)[0]
+    found = [
+        trained(kind, device={"memory": device}, host={"memory": host}, **changes)
+        for host in range(100_000, 900_000, 20_000)
+    ]
+    assert {None, expected} == set(found)
