@@ -257,7 +257,9 @@ def _with_evicted(
         needed = sum(stored_bytes(shape.state_bytes[i], shape.piece) for i in host.ssd) + extra
         return replace(host, short=max(0, needed - settings.ssd))
     # What nobody updates leaves without a copy being made: the host has had one all along.
-    frozen = {i for i, (kind, chunk) in enumerate(shape.items) if kind == PARAM and not shape.state_bytes[chunk]}
+    frozen = {
+        i for i, (kind, chunk) in enumerate(shape.items) if kind == PARAM and not shape.state_bytes[chunk]
+    }
     evicted = {m.item for m in residency.moves if not m.fetch and (m.traffic or m.item in frozen)}
     copies = {kind: Paged(shape, shape.parameter_bytes) for kind in (PARAM, GRAD)}
     extra = 0
