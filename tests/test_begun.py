@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 import reference
@@ -56,6 +57,17 @@ class Adapted(Net):
         self.blocks.insert(0, nn.Linear(WIDTH, WIDTH))
 
 
+class Again(Net):
+    """Gradients of what is used within and without come twice, and between them the weights are used."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair)
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        x = checkpoint(self.blocks, self.blocks[0](x), use_reentrant=True)
+        return Loss(self.blocks(x).float().square().mean(), ())
+
+
 def batch(number: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()}
 
@@ -85,11 +97,18 @@ def trained(kind: type[nn.Module], steps: int = 3, **changes: Any) -> str | None
 @pytest.mark.parametrize("device", [110_000, 150_000])
 @pytest.mark.parametrize(
     "kind, changes",
-    [(Pairs, {"master": "separate"}), (Pairs, {}), (Adapted, {}), (Adapted, {"layout": "page"})],
+    [
+        (Pairs, {"master": "separate"}),
+        (Pairs, {}),
+        (Adapted, {}),
+        (Adapted, {"layout": "page"}),
+        (Again, {"master": "separate"}),
+    ],
 )
 def test_whatever_the_host(kind: type[nn.Module], device: int, changes: dict[str, Any]) -> None:
     """A module's first weight is wanted after the second one's gradient has taken its space, which it keeps: no plan has
-    room for it elsewhere. What is frozen leaves the device, too, and has its place on the host."""
+    room for it elsewhere; where gradients come twice, none have it. What is frozen leaves the device, too, and has its
+    place on the host."""
     expected = reference.train(kind(), batch, 3, lr=LR, clip=1.0)[0]
     found = [
         trained(kind, device={"memory": device}, host={"memory": host}, **changes)

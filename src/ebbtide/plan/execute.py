@@ -247,7 +247,7 @@ class _Walk(Books):
             self._complete(chunk, place)
 
     def _holds_gradient(self, kind: str, chunk: int) -> bool:
-        return kind == WHOLE_GRAD or (self.job.settings.take_over and self.shape.gradient_bytes[chunk] > 0)
+        return kind == WHOLE_GRAD or (self.plan.take_over and self.shape.gradient_bytes[chunk] > 0)
 
     # -- updates --------------------------------------------------------------------------------------
 

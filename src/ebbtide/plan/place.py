@@ -30,6 +30,7 @@ that names too little."""
 def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
     """The plan with the least traffic among candidates of how many chunks' state the device holds; with a `cost`, such
     as the seconds that a step takes on a machine, the cheapest."""
+    settings = _for_gradients(record, settings)
     if cost is not None and settings.placement == "auto":
         dear = Search(shape, record, settings, cost)
         if dear.small:
@@ -46,6 +47,15 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
     if search.best is None:
         raise _refusal(shape, record, settings, search.nearest)
     return search.best
+
+
+def _for_gradients(record: Record, settings: Settings) -> Settings:
+    """Those that come a second time may not have their parameters' space: somebody has computed with these meanwhile."""
+    parameters = [arrival.parameter for arrival in record.arrivals]
+    if not settings.take_over or len(set(parameters)) == len(parameters):
+        return settings
+    # Nor do they go straight to the host, for which the engine has not been made.
+    return replace(settings, take_over=False, one_memory=False)
 
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:

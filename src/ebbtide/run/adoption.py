@@ -50,7 +50,8 @@ class Adoption:
         self._unmanaged.take_over(choice)
         if self._sharing is not None:
             self._sharing.align(self._unmanaged)
-        self._room.raise_level(self._homes.level_before_batch(shape), guess=True)
+        level = max(self._homes.level_before_batch(shape), self._room.level)
+        self._room.raise_level(level, guess=True)
 
     def _give_places(self, shape: ModelShape, index: int) -> None:
         """The chunk's parameters, and their masters, get a copy on some tier."""

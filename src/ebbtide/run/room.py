@@ -39,6 +39,8 @@ class Room:
         """Has optimizer state leave the device for another engine's sake."""
         self.level, self.guessed = 0, False
         """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
+        self.fixed = 0
+        """Of it, what stays between passes: parameters outside the chunks, and buffers."""
         self.foreseen = False
         """The level is that of an evaluation that was imagined, whether there is a plan or not."""
         self.most_elsewhere = 0
@@ -101,7 +103,7 @@ class Room:
             return
         for room in everyone:
             if room is not self and room.course.phase == IDLE:
-                room.level = 0
+                room.level, room.guessed = room.fixed, False
             room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
         self.set_level(self.level, self.guessed)
 
@@ -218,7 +220,7 @@ class Room:
         if short <= 0:
             return
         unforeseen = (self.course.plan is None and not self.foreseen) or self.ledger.is_guess("device")
-        if unforeseen and not rising and self._most() >= needed:
+        if unforeseen and not rising and self._most() >= needed + self.fixed:
             # Such a level is a share, or what training takes, and no prediction: what is in use goes before it.
             self.set_level(self._most() - needed, guess=True)
             return

@@ -53,6 +53,8 @@ class Session(Machinery):
         """Backward passes since the last update."""
         self.room.begin_turn()
         try:
+            self.room.fixed = self.unmanaged.device_bytes(choice)
+            self.room.raise_level(self.room.fixed)
             with nullcontext() if self.sharing is None else self.sharing.beginning():
                 self._adoption(source).take_over(self.shape, choice)
         except BaseException:
@@ -112,6 +114,8 @@ class Session(Machinery):
             return  # a second forward before one backward belongs to the same pass
         if self.sharing is not None:
             self.sharing.turn()
+        if self.unmanaged.parameters:
+            self.room.fixed = self.unmanaged.fixed_bytes()  # with the state that an update makes
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)

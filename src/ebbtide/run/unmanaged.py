@@ -74,6 +74,19 @@ class Unmanaged:
     def kernels_of(self, name: str) -> Kernels:
         return self.kernels["host" if name in self.hosted else "device"]
 
+    def device_bytes(self, choice: Choice) -> int:
+        """What they take on the device once they are taken over, before the first update."""
+        total = 0
+        for name, parameter in self.parameters.items():
+            if name not in self.hosted:
+                dtype = choice.dtypes[name]
+                master = 4 if dtype in HALVES and _trainable(parameter) else 0
+                total += parameter.numel() * (dtype.itemsize + master)
+        for child in self.module.modules():
+            if id(child) not in self._hosted_modules:
+                total += sum(b.nbytes for b in child._buffers.values() if b is not None)
+        return total
+
     def host_bytes(self, dtypes: Mapping[str, torch.dtype]) -> int:
         """What host modules take on the host: parameters, and what training adds to them."""
         total = 0
