@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +117,36 @@ def test_whatever_the_host(kind: type[nn.Module], device: int, changes: dict[str
         for host in range(100_000, 900_000, 20_000)
     ]
     assert {None, expected} == set(found)
+
+
+@pytest.mark.parametrize(
+    "device, changes",
+    [(2_000_000, {}), (2_000_000, {"host_modules": ["blocks.0"]}), (600_000, {"updates": "in-backward"})],
+    ids=["exact", "host-modules", "in-backward"],
+)
+def test_who_trains_can_load_what_it_has_saved(device: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A new engine keeps the device free for a first pass that nobody has seen: where the host has no room for what has
+    to leave for that, what is loaded goes first."""
+    loaded = 0
+    for host in range(0, 900_000, 25_000):
+        tiers = {"device": {"memory": device}, "host": {"memory": host}}
+        config = config_of(**{"chunk_size": "16KiB", "clip": None, **tiers, **changes})
+        try:
+            begin = ebbtide.initialize(Pairs(), config)
+        except BudgetError:
+            continue
+        with closing(begin) as first:
+            try:
+                first.backward(first(**batch(0)).loss)
+            except BudgetError:
+                continue
+            first.step()
+            first.save(tmp_path / "saved")
+            expected = first.weights_sha256()
+        with closing(ebbtide.initialize(Pairs(), config)) as second:
+            second.load(tmp_path / "saved")
+            assert second.weights_sha256() == expected
+            second.backward(second(**batch(1)).loss)
+            second.step()
+        loaded += 1
+    assert loaded

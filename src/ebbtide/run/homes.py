@@ -59,7 +59,8 @@ class Homes:
     def first(self, shape: ModelShape, index: int) -> str:
         """The home of the next chunk: the host where it has room for all of the chunk's bytes, else SSD, else the
         device. Where there is SSD and no host, the device keeps half of its budget for what is not known yet."""
-        budgets = self._ledger.budgets
+        room = self._executor.room
+        budgets = {tier: room.budget(tier) for tier in self._ledger.budgets}
         page = 2 * self._data.layout.unit * 4 if self._data.layout.cut == "page" else 0
         every = range(shape.chunks)
         buffers = beside_updates(shape, every, self._settings, every if budgets["ssd"] else ())

@@ -210,24 +210,33 @@ class Room:
         # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
         late = self.course.on_track and self.store.near == "device"
         first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
-        for attempt in (*first, "evict", "updates", "arriving", "evict", "saving"):
-            for peer in (*others, self):
-                short = needed - self.ledger.room("device")
-                if short <= 0:
-                    return
-                peer.give(attempt, short)
-        short = needed - self.ledger.room("device")
-        if short <= 0:
+        try:
+            for attempt in (*first, "evict", "updates", "arriving", "evict", "saving"):
+                for peer in (*others, self):
+                    short = needed - self.ledger.room("device")
+                    if short <= 0:
+                        return
+                    peer.give(attempt, short)
+        except BudgetError:
+            if rising or not self._lower(needed):
+                raise
             return
-        unforeseen = (self.course.plan is None and not self.foreseen) or self.ledger.is_guess("device")
-        if unforeseen and not rising and self._most() >= needed + self.fixed:
-            # Such a level is a share, or what training takes, and no prediction: what is in use goes before it.
-            self.set_level(self._most() - needed, guess=True)
+        short = needed - self.ledger.room("device")
+        if short <= 0 or (not rising and self._lower(needed)):
             return
         if not guess:
             self.ask(lambda: needed - self.ledger.room("device"))
         if needed > self.ledger.room("device"):
             raise self._refusal(needed)
+
+    def _lower(self, needed: int) -> bool:
+        """Whether the level makes room: as long as it is a share, or what training takes, and no prediction, what is in
+        use goes before it."""
+        unforeseen = (self.course.plan is None and not self.foreseen) or self.ledger.is_guess("device")
+        if not unforeseen or self._most() < needed + self.fixed:
+            return False
+        self.set_level(min(self.level, self._most() - needed), guess=True)
+        return True
 
     def _refusal(self, needed: int) -> BudgetError:
         short = needed - self.ledger.room("device")
@@ -341,6 +350,21 @@ class Room:
                     self._off_the_host(chunk, spill=True)
         if needed > self.ledger.room("host"):
             self._end_saving()
+        if needed > self.ledger.room("host") and self.store.near == "host":
+            self._off_to_the_device(needed)
+
+    def _off_to_the_device(self, needed: int) -> None:
+        """Parameters that have left it for the sake of a level that is none yet go back, and those that a plan never has
+        on the host come before they are used."""
+        for chunk in self._host_copies():
+            if needed <= self.ledger.room("host"):
+                return
+            count = self.store.room_needed(chunk, "device")
+            stays = self.course.stays(PARAM, chunk.index) and count <= self.ledger.room("device")
+            if chunk.host_valid and (stays or self._lower(count)):
+                self.store.fetch(chunk)
+                self.store.settle(chunk)
+                self.store.drop(chunk, "host")
 
     def _off_the_host(self, chunk: Chunk, spill: bool) -> None:
         if chunk.ssd_valid or chunk.device_valid:
