@@ -114,6 +114,27 @@ class BorrowedReentrant(Borrowed):
     reentrant = True
 
 
+class Counted(Net):
+    """A checkpointed region that writes a buffer, which plain PyTorch does twice, and saves nothing but a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.fixed = nn.ModuleList(nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in self.layers)
+        for parameter in self.fixed.parameters():
+            parameter.data = parameter.bfloat16().float()  # it has no master
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        fixed = self.fixed[list(self.layers).index(layer)]
+
+        def body(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.seen.mul_(0.5).add_(x.mean(0))
+            return fixed(x - self.seen)
+
+        return layer(checkpoint(body, x, use_reentrant=False))
+
+
 class SharedGradients(Net):
     """Sums of parameters: autograd hands several of them one gradient, also as views of one storage."""
 
@@ -166,7 +187,7 @@ class Negated(Net):
         return nn.functional.linear(x, Negative.apply(layer.weight), layer.bias) + self.nothing.sum()
 
 
-KINDS = [Net, Twice, Borrowed, BorrowedReentrant, SharedGradients, Normed, Negated]
+KINDS = [Net, Twice, Borrowed, BorrowedReentrant, Counted, SharedGradients, Normed, Negated]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,8 @@ region and counts what passes through it. A pair of ours outside would never see
 they would hold weights in place until they are used. So a pair is pushed at each module that owns
 parameters, inside whatever is there, and hands what is not ours to that outer pair. It takes the same
 tensors in the first run and in the recomputation, so the outer pair's count stays right, as long as it is pushed
-in both or in neither (`beside_others`).
+in both or in neither (`beside_others`). A checkpoint is handed something empty for each weight, and asked for it
+again: a region that saves nothing but weights is run twice, too, with whatever else it does.
 
 Note [regions left by an exception]: before torch 2.13 such a region is a generator that waits at its end. Where forward
 raises in it, its pair stays pushed until the collector finds the generator, and what is below stays for ever: for every
@@ -30,6 +31,7 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
+_CHECKPOINT = torch.utils.checkpoint.__name__
 _REGIONS = torch.utils.checkpoint.__file__
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -44,19 +46,34 @@ class _Delegated:
         self.value = value
 
 
+class _InRegion:
+    """A weight that is saved in a checkpointed region, and what its recomputation goes by."""
+
+    __slots__ = ("handle", "region")
+
+    def __init__(self, handle: Any, region: _Delegated) -> None:
+        self.handle = handle
+        self.region = region
+
+
 class _Pair:
-    __slots__ = ("observer_of", "outer")
+    __slots__ = ("in_region", "observer_of", "outer")
 
     def __init__(self, observer_of: Callable[[], Observer], outer: Hooks | None) -> None:
         self.observer_of = observer_of
         self.outer = outer
+        self.in_region = outer is not None and getattr(outer[0], "__module__", "") == _CHECKPOINT
 
     def pack(self, tensor: torch.Tensor) -> Any:
         handle = self.observer_of().pack(tensor)
         if handle is not None:
-            return handle
+            return _InRegion(handle, self._delegate(tensor.new_empty(0))) if self.in_region else handle
         if self.outer is None:
             return self.observer_of().keep(tensor) or Kept(tensor)
+        return self._delegate(tensor)
+
+    def _delegate(self, tensor: torch.Tensor) -> _Delegated:
+        assert self.outer is not None
         return _Delegated(self.outer[1], self.outer[0](tensor))
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -64,6 +81,9 @@ class _Pair:
             return packed.get()
         if type(packed) is _Delegated:
             return packed.unpack(packed.value)
+        if type(packed) is _InRegion:
+            packed.region.unpack(packed.region.value)
+            packed = packed.handle
         return self.observer_of().unpack(packed)
 
 
