@@ -141,3 +141,35 @@ def test_what_operators_cost(mode: str) -> None:
     assert live.flops == matmul + attention
     weights = 2 * sum(p.numel() for p in model.parameters())
     assert sum(w.bytes for w in works) > 3 * weights
+
+
+class Replacing(nn.Module):
+    """Forward gives its buffers other tensors, whose memory anybody may get."""
+
+    LAYERS = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(self.LAYERS))
+        for number in range(self.LAYERS):
+            self.register_buffer(f"mean_{number}", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            mean = getattr(self, f"mean_{number}") * 0.9 + 0.1 * x.detach().mean(0)
+            setattr(self, f"mean_{number}", mean)
+            x = torch.tanh(layer(x - mean))
+        return x.square().mean()
+
+
+def test_buffers_that_forward_replaces_hide_nothing_of_an_imagined_pass() -> None:
+    engine = ebbtide.initialize(Replacing(), config_of(precision="fp32", device={"memory": "10MB"}))
+    session, x = engine._session, torch.randn(16, 32)
+    imagined = [session.imagining.imagine("", (x,), {}) for _ in range(4)]
+    engine.backward(engine(x))
+    live = session.recording.last
+    assert live is not None
+    for record in imagined:
+        assert record is not None
+        assert [m.peak for m in record.moments] == [m.peak for m in live.moments]
+    engine.close()

@@ -28,6 +28,8 @@ class Recording:
         self.recorder: Recorder | None = None
         self._backend, self._unmanaged, self._kept = backend, unmanaged, kept
         self._meter: Any = None
+        self._outside: set[int] = set()
+        """Storages of parameters outside the chunks."""
         self._beside = 0
         """Bytes of a GPU that others than the engine had when it began."""
         self._before = 0
@@ -52,6 +54,7 @@ class Recording:
             fixed = self._unmanaged.missing_bytes()  # the rest is among what the allocator counts
             self._before = self._meter.alive() + fixed
         else:
+            self._outside = self._unmanaged.storages()
             self._meter = StorageMeter(self._is_model_data, backend.device)
             self._meter.note((args, kwargs))
             fixed = self._unmanaged.fixed_bytes()
@@ -99,7 +102,7 @@ class Recording:
             self._meter.disown(storage)
 
     def _is_model_data(self, storage: int) -> bool:
-        return self._backend.owns(storage) or storage in self._unmanaged.storages or self._kept.owns(storage)
+        return self._backend.owns(storage) or storage in self._outside or self._kept.owns(storage)
 
 
 def imagine(

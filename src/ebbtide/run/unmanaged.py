@@ -39,7 +39,6 @@ class Unmanaged:
         self.steps = dict.fromkeys(self.parameters, 0)
         self._versions: dict[str, int] = {}
         """Of parameters with a master, as we left them."""
-        self.storages: set[int] = set()
 
     def take_over(self, choice: Choice) -> None:
         """Brings parameters and buffers to the device and into their dtype, as `module.to` would."""
@@ -55,7 +54,6 @@ class Unmanaged:
                 self._versions[name] = parameter._version
             else:
                 parameter.data = value.to(self._device(name), target)
-            self.storages.add(parameter.untyped_storage()._cdata)
         for child in self.module.modules():
             for key, buffer in child._buffers.items():
                 if buffer is None:
@@ -107,6 +105,10 @@ class Unmanaged:
         tensors += [self.masters[name] for name in names if name in self.masters]
         tensors += [state for name in names for state in self.states.get(name, ())]
         return storage_bytes(tensors) + self.missing_bytes()
+
+    def storages(self) -> set[int]:
+        """Of parameters, as they are now: by address of the storage's object."""
+        return {parameter.untyped_storage()._cdata for parameter in self.parameters.values()}
 
     def missing_bytes(self) -> int:
         """Of these, what is not there yet."""

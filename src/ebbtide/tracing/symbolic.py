@@ -203,7 +203,8 @@ def _trace(
 ) -> Record:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake, weights = _fakes(mode, parameters)
-    kept: set[int] = set()
+    # Held as long as the pass: where forward puts another tensor in a buffer's place, its address is not anybody's next.
+    kept: dict[int, torch.UntypedStorage] = {}
     meter = StorageMeter(lambda storage: storage in weights or storage in kept, rules=rules)
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
@@ -211,7 +212,8 @@ def _trace(
 
     def kept_beside(value: torch.Tensor) -> torch.Tensor:
         found = _imagined(mode, parameters, value)
-        kept.add(found.untyped_storage()._cdata)
+        storage = found.untyped_storage()
+        kept[storage._cdata] = storage
         return found
 
     with (
