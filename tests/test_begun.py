@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 import reference
 from ebbtide.errors import BudgetError
-from harness import LR, config_of
+from harness import LR, Count, config_of
 from zoo import Loss
 
 WIDTH = 64
@@ -150,3 +150,37 @@ def test_who_trains_can_load_what_it_has_saved(device: int, changes: dict[str, A
             second.step()
         loaded += 1
     assert loaded
+
+
+class Prepared(Net):
+    """Computes something large from its input before the first module."""
+
+    def __init__(self) -> None:
+        super().__init__(Pair)
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        return super().forward((x[:, :, None] * x[:, None]).mean(1))
+
+
+def test_what_is_computed_before_the_first_module_is_foreseen() -> None:
+    """The level was that of the pass before, until the first module was there."""
+    outcomes = set()
+    for memory in range(200_000, 700_000, 20_000):
+        tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}}
+        engine = ebbtide.initialize(Prepared(), config_of(chunk_size="16KiB", **tiers))
+        for rows in (2, 24, 2, 24, 2):
+            given = {"x": torch.randn(rows, WIDTH).bfloat16()}
+            with Count(engine) as count:
+                count.given(given)
+                try:
+                    loss = engine(**given).loss
+                except BudgetError:
+                    outcomes.add((rows, "refused"))
+                    continue
+                engine.backward(loss)
+                engine.step()
+                del loss
+            assert count.peak <= memory
+            outcomes.add((rows, "trained"))
+        engine.close()
+    assert {(2, "trained"), (24, "refused"), (24, "trained")} <= outcomes

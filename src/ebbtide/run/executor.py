@@ -140,6 +140,8 @@ class Executor:
         if plan is not self.course.plan:
             self.updater.bring_all()  # that there is room for them later was the other plan's word
         self.course.begin(plan, offset)
+        if plan is not None and plan.levels[offset] > self.room.level:
+            self.room.raise_level(plan.levels[offset])  # something may be computed before the first moment
 
     def reverse(self) -> None:
         """Backward starts."""

@@ -137,7 +137,11 @@ class Session(Machinery):
             self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
         self.resting.begin(known, plan, offset)
-        self.executor.begin(plan, self.recording.recorder, offset)
+        try:
+            self.executor.begin(plan, self.recording.recorder, offset)
+        except BaseException:
+            self.abandon()
+            raise
 
     @on_real_memory
     def reclaim(self) -> None:

@@ -48,13 +48,14 @@ class Recorder:
         self._event, self._start = what, time.perf_counter()
 
     def _close(self) -> None:
-        """The moment that runs now is over."""
+        """The moment that runs now is over. What is computed before the first one, from the input, is among its own."""
+        if self._event < 0:
+            return
         seconds = time.perf_counter() - self._start
         peak, work = self._take_peak() + self._fixed, self._meter.take_work()
-        if self._event >= 0:
-            alive = self._meter.alive() + self._away + self._fixed
-            self._moments.append(Moment(self._event, peak, seconds, work, alive))
-            self._event = -1
+        alive = self._meter.alive() + self._away + self._fixed
+        self._moments.append(Moment(self._event, peak, seconds, work, alive))
+        self._event = -1
 
     def _take_peak(self) -> int:
         peak, self._seen = max(self._seen, self._meter.take_peak() + self._away), 0
