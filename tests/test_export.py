@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import ebbtide
 import zoo
@@ -126,4 +127,40 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
             engine.export(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert engine.weights_sha256()
+    engine.close()
+
+
+class SharedNorm(nn.Module):
+    """One module under two names, buffers and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.again = self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.norm(self.layer(x))).square().mean()
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_module_of_two_names_has_its_values_under_both(tmp_path: Path) -> None:
+    engine, plain = ebbtide.initialize(SharedNorm(), config_of(precision="fp32")), SharedNorm()
+    engine.backward(engine(torch.randn(4, 8)))
+    engine.step()
+    found = engine.state_dict()
+    plain.load_state_dict(found)
+    assert equal(plain.state_dict(), found)
+    engine.load_state_dict(SharedNorm().state_dict())
+    assert equal(SharedNorm().state_dict(), engine.state_dict())
+    save_file({name: value.clone() for name, value in found.items()}, tmp_path / "model.safetensors")
+    engine.load_weights(tmp_path)
+    assert equal(found, engine.state_dict())
+    engine.export(tmp_path / "exported")
+    engine.load_state_dict(SharedNorm().state_dict())
+    engine.load_weights(tmp_path / "exported")
+    assert equal(found, engine.state_dict())
     engine.close()

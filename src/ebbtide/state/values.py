@@ -160,7 +160,7 @@ def state_dict(session: Session) -> dict[str, torch.Tensor]:
         if owner not in loaded:
             loaded[owner] = whole(session, owner, load(session, owner))
         found[name] = loaded[owner]
-    for name, buffer in persistent_buffers(session.module):
+    for name, buffer in persistent_buffers(session.module, under_every_name=True):
         found[name] = buffer.detach().cpu().clone()
     return found
 
@@ -176,7 +176,7 @@ def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None
     _require_shapes(session, state)
     for name in names(session):
         save(session, name, state[name])
-    for name, buffer in persistent_buffers(session.module):
+    for name, buffer in persistent_buffers(session.module, under_every_name=True):
         buffer.copy_(state[name])
 
 
@@ -184,21 +184,21 @@ def _require_shapes(session: Session, state: Mapping[str, torch.Tensor]) -> None
     """Before anything is written."""
     for name in names(session):
         require(session, name, state[name])
-    for name, buffer in persistent_buffers(session.module):
+    for name, buffer in persistent_buffers(session.module, under_every_name=True):
         _require_tensor(name, state[name], buffer)
         _same_shape(name, state[name], tuple(buffer.shape))
 
 
 def state_dict_keys(module: nn.Module) -> list[str]:
     keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    return keys + [name for name, _ in persistent_buffers(module)]
+    return keys + [name for name, _ in persistent_buffers(module, under_every_name=True)]
 
 
-def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Buffers that the module's state_dict has, each under all of its names."""
+def persistent_buffers(module: nn.Module, under_every_name: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Buffers that the module's state_dict has: there they are under every name of a module that has several."""
     return [
         (f"{prefix}.{key}" if prefix else key, buffer)
-        for prefix, child in module.named_modules()
+        for prefix, child in module.named_modules(remove_duplicate=not under_every_name)
         for key, buffer in child._buffers.items()
         if buffer is not None and key not in child._non_persistent_buffers_set
     ]

@@ -69,8 +69,9 @@ class WeightFiles:
         first = {id(p): name for name, p in module.named_parameters()}
         owner = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        for key, buffer in values.persistent_buffers(module):
-            owner[key], tensors[key] = key, buffer
+        once = {id(buffer): key for key, buffer in values.persistent_buffers(module)}
+        for key, buffer in values.persistent_buffers(module, under_every_name=True):
+            owner[key], tensors[key] = once[id(buffer)], buffer
         ignored = {name for name, _ in module.named_buffers()} - set(tensors)
         translate = _translation(module, tensors)
         matched: dict[str, Entry] = {}
