@@ -173,3 +173,27 @@ def test_buffers_that_forward_replaces_hide_nothing_of_an_imagined_pass() -> Non
         assert record is not None
         assert [m.peak for m in record.moments] == [m.peak for m in live.moments]
     engine.close()
+
+
+class Turned(nn.Module):
+    """A batch norm over what was turned round, and turned back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return torch.relu(self.last(x)).square().mean()
+
+
+def test_a_batch_norm_lies_in_memory_as_imagined() -> None:
+    """Torch's fake kernel has it lie as its input, and all that follows is another graph."""
+    engine = ebbtide.initialize(Turned(), config_of(precision="fp32", device={"memory": "10MB"}))
+    session, x = engine._session, torch.randn(4, 17, 32)
+    imagined = session.imagining.imagine("", (x,), {})
+    engine.backward(engine(x))
+    live = session.recording.last
+    assert live is not None and imagined is not None
+    assert [(m.event, m.peak) for m in imagined.moments] == [(m.event, m.peak) for m in live.moments]
+    engine.close()

@@ -22,6 +22,7 @@ from ebbtide.memory.parts import kind_of_parts, part_of
 from ebbtide.record import Work
 from ebbtide.tracing.cost import tensors_in, work_of
 from ebbtide.tracing.elsewhere import Rules
+from ebbtide.tracing.layouts import as_laid_out
 from ebbtide.tracing.recurrent import with_workspace
 from ebbtide.units import round_up
 
@@ -70,7 +71,8 @@ class StorageMeter(TorchDispatchMode):
                 "cannot there; uncompiled, weights that are read inside would get no gradients. Write it with Python's "
                 "own `if` and `for` (the engine follows where they lead), or with torch.where"
             )
-        out = with_workspace(func, args, carried_out(func, args, kwargs or {}))
+        out = carried_out(func, args, kwargs or {})
+        out = as_laid_out(func, args, with_workspace(func, args, out))
         if self._device is not None and isinstance(out, torch.Tensor) and out.is_meta:
             return out  # somebody only asks what shape it would have
         work = work_of(func, args, kwargs or {}, out)
