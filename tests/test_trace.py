@@ -180,7 +180,8 @@ class Turned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 64)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 64)
+        self.norm = nn.BatchNorm1d(32, track_running_stats=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
