@@ -64,6 +64,12 @@ class Session(Machinery):
         tiers.rooms.add(self.room)
 
     @property
+    def frozen(self) -> bool:
+        """Nothing is trained: nobody says when backward has gone through it, on its way to somebody else."""
+        outside = self.unmanaged.parameters.values()
+        return not any(self.data.trained) and not any(p.requires_grad for p in outside)
+
+    @property
     def idle(self) -> bool:
         """Whether no training pass is under way."""
         return self.course.phase == IDLE
@@ -106,6 +112,8 @@ class Session(Machinery):
         self.reclaim()
         self.interceptor.watch_gradients()
         self.unfreezing.notice()
+        if not self.idle and self.frozen:
+            self._finish_pass()
         self._forwards = 1 if self.idle else self._forwards + 1
         if self._forwards > MANY:
             self._stop_recording()
