@@ -1,5 +1,5 @@
-"""A frozen engine between a loss and what is trained (a perceptual loss, a reward): each forward is a pass of its own, for
-nobody says when backward has gone through it."""
+"""A frozen engine between a loss and what is trained (a perceptual loss, a reward): each forward is a pass of its own,
+for nobody says when backward has gone through it."""
 
 from __future__ import annotations
 
@@ -91,3 +91,20 @@ def test_it_trains_alike_within_the_budget(
             made.close()
             judge.close()
     assert ran > 3
+
+
+@pytest.mark.parametrize("unmanaged", [[], ["layers.0.*"]], ids=["in chunks", "outside"])
+def test_frozen_weights_are_rounded_alike_wherever_they_are(unmanaged: list[str]) -> None:
+    """Half way between two bf16 numbers, too: there torch rounds to the even one."""
+    module = Deep(2, 0)
+    tie = torch.tensor(0x3F808000, dtype=torch.int32).view(
+        torch.float32
+    )  # as far from 1 as from the next number
+    for layer in module.layers:
+        layer.weight.data.fill_(tie)
+        layer.weight.requires_grad_(False)
+    engine = ebbtide.initialize(module, config_of(precision="bf16", unmanaged=unmanaged))
+    for name, value in engine.state_dict().items():
+        if name.endswith("weight"):
+            assert value.unique().tolist() == [reference.to_parameter(tie.view(1), torch.bfloat16).item()]
+    engine.close()

@@ -60,7 +60,7 @@ def choose(module: nn.Module, config: Config) -> Choice:
         refuse_split(name, parameter)
         part = part_of(parameter)
         by_hand = id(parameter) in on_host or any(fnmatchcase(name, pattern) for pattern in config.unmanaged)
-        chunkable = parameter.dtype in COMPUTE_DTYPES and part.numel() > 0 and _is_dense(part)
+        chunkable = parameter.dtype in COMPUTE_DTYPES and part.numel() > 0 and is_dense(part)
         if is_split(parameter) and (by_hand or not chunkable):
             raise UnsupportedError(
                 f"{name} is a DTensor of which this process has {tuple(part.shape)} in {part.dtype}, and cannot be left "
@@ -100,7 +100,7 @@ def _refuse_shared_memory(
     ranges = sorted(
         (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size(), name, trained)
         for name, tensor, trained in there
-        if not (part := part_of(tensor)).is_meta and part.numel() and _is_dense(part)
+        if not (part := part_of(tensor)).is_meta and part.numel() and is_dense(part)
     )
     for (_, end, one, trained), (begin, _, other, also) in itertools.pairwise(ranges):
         if begin < end and (trained or also):
@@ -122,7 +122,7 @@ def warn_of_slow_products(choice: Choice, kind: str) -> None:
         )
 
 
-def _is_dense(parameter: torch.Tensor) -> bool:
+def is_dense(parameter: torch.Tensor) -> bool:
     """Whether the elements fill their storage span without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(

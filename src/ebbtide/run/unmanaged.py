@@ -15,7 +15,7 @@ from torch import nn
 from ebbtide.backend import Backend
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.run.model import dense, laid_like
-from ebbtide.run.setup import Choice
+from ebbtide.run.setup import Choice, is_dense
 from ebbtide.run.writes import follow
 from ebbtide.tracing.meter import storage_bytes
 
@@ -45,13 +45,20 @@ class Unmanaged:
         for name, parameter in self.parameters.items():
             target = choice.dtypes[name]
             value = parameter.detach()
-            if value.is_floating_point() and target in HALVES and _trainable(parameter):
+            trained = _trainable(parameter)
+            # Frozen ones, too, are rounded as those in chunks are.
+            if (
+                value.is_floating_point()
+                and target in HALVES
+                and (trained or (value.dtype != target and is_dense(value)))
+            ):
                 master = dense(value).to(self._device(name), torch.float32, copy=True)
-                self.masters[name] = master
                 flat = torch.empty_like(master, dtype=target)
                 self.kernels_of(name).split(master, flat, master)
                 parameter.data = flat.as_strided(value.shape, value.stride())
-                self._versions[name] = parameter._version
+                if trained:
+                    self.masters[name] = master
+                    self._versions[name] = parameter._version
             else:
                 parameter.data = value.to(self._device(name), target)
         for child in self.module.modules():
