@@ -198,3 +198,27 @@ def test_a_batch_norm_lies_in_memory_as_imagined() -> None:
     assert live is not None and imagined is not None
     assert [(m.event, m.peak) for m in imagined.moments] == [(m.event, m.peak) for m in live.moments]
     engine.close()
+
+
+class InPlace(nn.Module):
+    """What a Linear gives for three dimensions is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.act, self.norm = nn.ReLU(inplace=True), nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.norm(x + self.act(self.last(x))).square().mean()
+
+
+def test_gradients_of_what_was_written_in_place_are_copied() -> None:
+    engine = ebbtide.initialize(InPlace(), config_of(precision="fp32", device={"memory": "10MB"}))
+    session, x = engine._session, torch.randn(4, 17, 32)
+    imagined = session.imagining.imagine("", (x,), {})
+    engine.backward(engine(x))
+    live = session.recording.last
+    assert live is not None and imagined is not None
+    assert [(m.event, m.peak) for m in imagined.moments] == [(m.event, m.peak) for m in live.moments]
+    engine.close()

@@ -26,6 +26,7 @@ from ebbtide.intercept.kept import Kept
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
 from ebbtide.tracing.chance import undrawn
 from ebbtide.tracing.elsewhere import Rules
+from ebbtide.tracing.in_place import CopiedGradients
 from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import StorageMeter, storage_bytes
@@ -223,6 +224,7 @@ def _trace(
         even_load(module),
         substituted(observer, fake),
         hooks,
+        CopiedGradients() if torch.is_grad_enabled() else nullcontext(),
         mode,
         known,
         meter,
