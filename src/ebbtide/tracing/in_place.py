@@ -1,8 +1,8 @@
 """What a write in place to a view costs backward, which fake tensors do not show.
 
-Gradients come to what was written through the view's own function in an imagined pass. In a real one they pass by strides,
-into memory of their own: one copy more. A Linear's output is such a view where its input has three dimensions, and an
-activation in place after it the write.
+Gradients come to what was written through the view's own function in an imagined pass. In a real one they pass by
+strides, into memory of their own: one copy more. A Linear's output is such a view where its input has three dimensions,
+and an activation in place after it the write.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ _AS_THEY_ARE = {"ViewBackward0", "TransposeBackward0", "TBackward0", "PermuteBac
 
 class CopiedGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and isinstance(args[0], FakeTensor) else None
+        if first is None or first.is_inference():
+            return func(*args, **(kwargs or {}))
+        before = first._version
         out = func(*args, **(kwargs or {}))
-        if args and out is args[0] and isinstance(out, FakeTensor) and out.requires_grad and out._is_view():
-            node = out.grad_fn
-            if node is not None and node.name() in _AS_THEY_ARE:
-                out.register_hook(torch.clone)
+        if out is first and first._version != before:
+            _copy_gradient(first)
         return out
+
+
+def _copy_gradient(written: torch.Tensor) -> None:
+    if written.requires_grad and written._is_view():
+        node = written.grad_fn
+        if node is not None and node.name() in _AS_THEY_ARE:
+            written.register_hook(torch.clone)
