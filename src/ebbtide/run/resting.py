@@ -80,9 +80,8 @@ class Resting:
         """A pass begins, at `offset` moments into the plan's iteration."""
         ready = known is not None and known.followed and not known.stale
         rests = self._possible and ready and plan is not None and not plan.take_over
-        rests = rests and any(
-            self._updates.data.trained
-        )  # else the graph leads to nothing that could be marked
+        # Where nothing is trained the graph leads to nothing that could be marked.
+        rests = rests and any(self._updates.data.trained)
         rests = rests and not self._updates.sparse and not self._interceptor.others_listen
         rests = rests and (not self._can_move or self._has_room(plan))
         self._known, self._plan = (known, plan) if rests else (None, None)

@@ -47,11 +47,8 @@ class Unmanaged:
             value = parameter.detach()
             trained = _trainable(parameter)
             # Frozen ones, too, are rounded as those in chunks are.
-            if (
-                value.is_floating_point()
-                and target in HALVES
-                and (trained or (value.dtype != target and is_dense(value)))
-            ):
+            rounded = trained or (value.dtype != target and is_dense(value))
+            if value.is_floating_point() and target in HALVES and rounded:
                 master = dense(value).to(self._device(name), torch.float32, copy=True)
                 flat = torch.empty_like(master, dtype=target)
                 self.kernels_of(name).split(master, flat, master)
