@@ -12,6 +12,7 @@ from torch import nn
 import ebbtide
 import reference
 from ebbtide.errors import BudgetError
+from group import group_of
 from harness import LR, Count, config_of
 from zoo import Loss
 
@@ -91,6 +92,29 @@ def test_it_trains_alike_within_the_budget(
             made.close()
             judge.close()
     assert ran > 3
+
+
+def judged_by_ranks(memory: int, times: int) -> str:
+    tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
+    config = config_of(precision="fp32", clip=None, **tiers)
+    made, judge = ebbtide.initialize(Deep(3, 0), config), ebbtide.initialize(frozen(), config)
+    for number in range(4):
+        made.backward(judged(made(batch(number)), judge, times))
+        made.step()
+    found = str(made.weights_sha256())
+    made.check_integrity()
+    judge.check_integrity()
+    made.close()
+    judge.close()
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_share_it(times: int) -> None:
+    """Both have the same batches, whose mean gradient is that of one."""
+    expected = reference.train(Judged(times), lambda n: {"x": batch(n)}, 4, precision="fp32", lr=LR)[0]
+    for memory in (500_000, 4_000_000):
+        assert group_of(2).run(judged_by_ranks, memory, times) == [expected] * 2
 
 
 @pytest.mark.parametrize("unmanaged", [[], ["layers.0.*"]], ids=["in chunks", "outside"])

@@ -81,6 +81,7 @@ class Machinery:
         self.room, self.places = self.executor.room, self.executor.places
         self.course = self.executor.course
         self.room.peers = tiers.rooms
+        self.room.begin_turn()  # what others only guess that they will take keeps nothing from this one
         self._make_updates(kernels, ranks, companions)
         self._put_beside(choice, kernels)
         self.interceptor = Interceptor(module, parameters, runs, units, self.executor)

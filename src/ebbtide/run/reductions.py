@@ -150,7 +150,7 @@ class Reductions:
     def reserve(self) -> None:
         """Room for the largest chunk, or its gradients; in slices, for the largest slice of them."""
         needed = self._needed(self.in_slices)
-        if needed > self.received.size > 0:
+        if needed > self.received.size:
             self._places.room.make("device", needed - self.received.size)
         self.received.resize(needed)
 

@@ -51,7 +51,6 @@ class Session(Machinery):
         """Of the pass that is under way."""
         self.micro = 0
         """Backward passes since the last update."""
-        self.room.begin_turn()
         try:
             self.room.fixed = self.unmanaged.device_bytes(choice)
             self.room.raise_level(self.room.fixed)

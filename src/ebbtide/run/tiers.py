@@ -100,9 +100,11 @@ def shared_tiers(config: Config, ranks: Ranks | None = None, companions: Compani
         return tiers
     asked_of = {"device": config.device.memory, "host": config.host.memory, "ssd": config.ssd.memory}
     for tier, asked in asked_of.items():
-        if asked not in ("auto", tiers.ledger.budgets[tier]):
+        sharers = 1 if tier == "device" else tiers.ledger.sharers
+        if asked != "auto" and int(asked) // sharers != tiers.ledger.budgets[tier]:
+            there = tiers.ledger.budgets[tier] * sharers
             raise ConfigError(
-                f"{tier}.memory: another engine in this process has {tiers.ledger.budgets[tier]} bytes, this one asks "
-                f"for {asked}; engines on one device share a budget: use the same value or 'auto', or close the other"
+                f"{tier}.memory: another engine in this process has {there} bytes, this one asks for {asked}; engines "
+                "on one device share a budget: use the same value or 'auto', or close the other"
             )
     return tiers
