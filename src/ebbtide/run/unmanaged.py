@@ -78,12 +78,9 @@ class Unmanaged:
 
     def device_bytes(self, choice: Choice) -> int:
         """What they take on the device once they are taken over, before the first update."""
-        total = 0
-        for name, parameter in self.parameters.items():
-            if name not in self.hosted:
-                dtype = choice.dtypes[name]
-                master = 4 if dtype in HALVES and _trainable(parameter) else 0
-                total += parameter.numel() * (dtype.itemsize + master)
+        total = sum(
+            self._begun(name, choice.dtypes[name]) for name in self.parameters if name not in self.hosted
+        )
         for child in self.module.modules():
             if id(child) not in self._hosted_modules:
                 total += sum(b.nbytes for b in child._buffers.values() if b is not None)
@@ -93,13 +90,17 @@ class Unmanaged:
         """What host modules take on the host: parameters, and what training adds to them."""
         total = 0
         for name in self.hosted:
-            parameter, size = self.parameters[name], dtypes[name].itemsize
-            trained = _trainable(parameter)
-            master = 4 if trained and size == 2 else 0
-            total += parameter.numel() * (
-                size + (size + master + 4 * len(self.rule.states) if trained else 0)
-            )
+            parameter, dtype = self.parameters[name], dtypes[name]
+            total += self._begun(name, dtype)
+            if _trainable(parameter):
+                total += parameter.numel() * (dtype.itemsize + 4 * len(self.rule.states))
         return total
+
+    def _begun(self, name: str, dtype: torch.dtype) -> int:
+        """Bytes of a parameter that is taken over in a dtype, with its master."""
+        parameter = self.parameters[name]
+        master = 4 if dtype in HALVES and _trainable(parameter) else 0
+        return parameter.numel() * (dtype.itemsize + master)
 
     def fixed_bytes(self) -> int:
         """Bytes that are on the device in every moment of training: state that the first update makes, too."""
