@@ -523,3 +523,34 @@ def test_after_a_write_that_was_lost_one_can_go_on(folder: Path, host: bool) -> 
         check(engine, total + train(engine, 2))
         engine.save(folder / "run")
         engine.load(folder / "run")
+
+
+class Narrow(nn.Module):
+    """Chunks of several small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.block(x)).square().mean()
+
+
+def test_a_chunk_does_not_leave_the_host_for_its_own_state(folder: Path) -> None:
+    """Where the host has room for all to the byte, with the state that the first update makes."""
+    chunk, homes = 8192, set()
+    for device in range(20 * chunk, 28 * chunk, chunk // 2):
+        tiers = {"device": {"memory": device}, "host": {"memory": 21 * chunk}}
+        disk = {"folder": str(folder), "memory": "32MB"}
+        changes = {"updates": "lock-free", "accumulate": 3, "chunk_size": "8KiB", "ssd": disk, **tiers}
+        engine = ebbtide.initialize(Narrow(), config_of(precision="fp32", **changes))
+        for _ in range(2):
+            for _ in range(3):
+                engine.backward(engine(torch.ones(1, 8, 8)))
+            engine.step()
+        homes.update(engine._session.homes.homes)
+        engine.check_integrity()
+        engine.close()
+    assert "host" in homes

@@ -236,9 +236,10 @@ class LockFree:
         waiting, counts = progress.waiting, self.chunks.steps.counts
         assert waiting is not None
         self.data.notice_writes(index)
-        if chunk.move is not None or not chunk.valid_on(self.near):
-            self._bring(chunk)
-        self.chunks.open_states(index)
+        with self.executor.room.together([chunk]):  # it is not to go for the sake of its own state
+            if chunk.move is not None or not chunk.valid_on(self.near):
+                self._bring(chunk)
+            self.chunks.open_states(index)
         before = {member: counts[member] for member in waiting.steps}
         try:
             values = self.buffers.take(VALUES, chunk, chunk.dtype)
