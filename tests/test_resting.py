@@ -268,7 +268,7 @@ def test_a_chunk_may_leave_between_its_update_and_its_books(
     eviction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the first state of another, where there is less room than a pass asks for that rests."""
-    monkeypatch.setattr(Resting, "_has_room", lambda self, plan: all(self._updates.data.bound))
+    monkeypatch.setattr(Resting, "has_room", lambda self, plan: all(self._updates.data.bound))
     shas = []
     for rests in (True, False):
         torch.manual_seed(0)

@@ -101,10 +101,19 @@ class Record:
     """Moments that begin after a backward which is not the last: a pipeline's schedule goes on with forward."""
     forward: int = -1
     """The last moment that began before backward; -1 where that is not known."""
+    at_backward: int = -1
+    """Bytes of non-model data when backward began; -1 where that is not known."""
 
     @property
     def flops(self) -> int:
         return sum(work.flops for moment in self.moments for work in moment.work)
+
+    @property
+    def left_by_forward(self) -> int:
+        """Bytes that one forward pass leaves for backward, at most."""
+        if self.at_backward >= 0:
+            return self.at_backward - self.fixed
+        return self.moments[self.forward].peak - self.fixed if self.forward >= 0 else 0
 
     @property
     def peak(self) -> int:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_iter
 
 from ebbtide.config import Config
 from ebbtide.engine.by_name import ByName
@@ -40,6 +39,7 @@ from ebbtide.run.setup import (
     warn_of_slow_products,
 )
 from ebbtide.run.tiers import Tiers, shared_tiers
+from ebbtide.run.waiting import ways_back
 from ebbtide.run.wishes import LOSS
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.saving import Saver
@@ -162,8 +162,11 @@ class Engine(ByName, Saved, Stepping):
         session = self._session
         idle = session.idle
         found = self._forward(args, kwargs)
-        if idle and not session.idle and _is_final(found):
-            session.abandon()  # nobody can go back from it, so it would never end
+        if not session.idle and torch.is_grad_enabled():
+            ways = ways_back(found)
+            if idle and ways == []:
+                session.abandon()  # nobody can go back from it, so it would never end
+            session.waiting.made(ways)
         return found
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -328,11 +331,3 @@ class Engine(ByName, Saved, Stepping):
         retire(self.module)
         self._tiers.close_unused()
         self._gone = True
-
-
-def _is_final(output: Any) -> bool:
-    """Whether there is no way back from what a forward pass returned. Who returns something else knows."""
-    leaves = list(tree_iter(output))
-    known = all(leaf is None or isinstance(leaf, torch.Tensor | int | float | str) for leaf in leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return known and bool(tensors) and not any(tensor.requires_grad for tensor in tensors)

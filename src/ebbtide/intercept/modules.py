@@ -17,7 +17,7 @@ from ebbtide.errors import UnsupportedError
 from ebbtide.intercept.compiled import Uncompiled, as_written
 from ebbtide.intercept.observer import Observer
 from ebbtide.intercept.runs import ParameterRun, Unit
-from ebbtide.intercept.saved import SavedTensors, end_regions
+from ebbtide.intercept.saved import Hooks, SavedTensors, end_regions, innermost, others_save
 from ebbtide.intercept.sums import own_parts
 
 
@@ -50,7 +50,7 @@ class ParameterTable(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         run = self._runs.get(name)
         if run is not None and not self._interceptor.active[run] and not self._interceptor.resting:
-            self._interceptor.foreign_read(run)
+            return self._interceptor.foreign_read(run, dict.__getitem__(self, name))
         return dict.__getitem__(self, name)
 
     __deepcopy__ = _refuse_copy
@@ -58,13 +58,15 @@ class ParameterTable(dict[str, Any]):
 
 
 class _Frame:
-    """One running module: what it pinned by reading others' weights, and whether it pushed saved-tensor hooks."""
+    """One running module: what it pinned by reading others' weights, and whether it pushed saved-tensor hooks, inside of
+    which others."""
 
-    __slots__ = ("foreign", "pushed", "unit")
+    __slots__ = ("foreign", "outer", "pushed", "unit")
 
-    def __init__(self, unit: Unit | None, pushed: bool) -> None:
+    def __init__(self, unit: Unit | None, outer: Hooks | None) -> None:
         self.unit = unit
-        self.pushed = pushed
+        self.outer = outer
+        self.pushed = False
         self.foreign: list[int] = []
 
 
@@ -166,7 +168,7 @@ class Interceptor:
         if self.resting:
             self.unnoticed += unit is not None
             return
-        frame = _Frame(unit, False)
+        frame = _Frame(unit, innermost())
         if unit is not None:
             # The observer may refuse (no room): then the frame does not exist and nothing is left pinned.
             self.observer.enter(unit)
@@ -194,13 +196,21 @@ class Interceptor:
                 self.active[run] -= 1
             self.observer.leave(frame.unit)
 
-    def foreign_read(self, run: int) -> None:
-        if not self._frames:
+    def foreign_read(self, run: int, parameter: nn.Parameter) -> torch.Tensor:
+        """What a reader gets who is not the parameter's module."""
+        if self._frames:
+            frame = self._frames[-1]
+            self.observer.read(run, outside=False)
+            self.active[run] += 1
+            frame.foreign.append(run)
+            if not frame.pushed and frame.outer == innermost():
+                frame.pushed = self._saved.push()
+        else:
             self.observer.read(run, outside=True)
-            return
-        self.observer.read(run, outside=False)
-        self.active[run] += 1
-        self._frames[-1].foreign.append(run)
+        # A checkpoint that computes again keeps what is not trained as the tensor that it is: one that holds the values,
+        # then, for a parameter has them only as long as it is in its place.
+        kept_as_it_is = not parameter.requires_grad and others_save() and torch.is_grad_enabled()
+        return parameter.detach() if kept_as_it_is else parameter
 
     @contextmanager
     def substituted(self, observer: Observer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

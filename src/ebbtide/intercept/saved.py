@@ -128,6 +128,17 @@ def _ours(hooks: Hooks | None) -> _Pair | None:
     return pair if isinstance(pair, _Pair) else None
 
 
+def innermost() -> Hooks | None:
+    """What is told first of a tensor that is saved."""
+    return _top(False)
+
+
+def others_save() -> bool:
+    """Whether that is somebody else."""
+    top = _top(False)
+    return top is not None and _ours(top) is None
+
+
 def end_regions(error: BaseException | None) -> None:
     """Those that an exception has left, or the one that it was made of: the innermost first."""
     if error is None:

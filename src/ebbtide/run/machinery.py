@@ -48,6 +48,7 @@ from ebbtide.run.unfreezing import Unfreezing
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.updater import Updater
 from ebbtide.run.updates import Updates
+from ebbtide.run.waiting import Waiting
 from ebbtide.run.writes import Writes
 
 
@@ -150,6 +151,7 @@ class Machinery:
         still = self.config.device.memory == "auto" and self.sharing is None and not self.updates.in_backward
         others = companions or self.lock_free or self.room.activations
         self.resting = Resting(self.interceptor, self.updates, self.ledger, possible=still and others is None)
+        self.waiting = Waiting(self.data, self.traces, self.imagining)
         self.unfreezing = Unfreezing(self.updates, self.room, self.homes, self.traces, self.sharing)
 
     def _lock_free(self, config: Config) -> LockFree:

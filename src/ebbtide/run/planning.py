@@ -61,11 +61,15 @@ class Planning:
             reductions.go(in_slices)
             self._traces.settle(self._room.budget("device"))
 
+    def plan(self, known: Known) -> Plan:
+        """With what others leave of the tiers by now."""
+        self.portion.look()
+        return self.portion.widened(lambda: self._traces.plan(known))
+
     def adopt(self, known: Known) -> Plan:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
         where the device could still hold it by demand: then the error says so at once."""
-        self.portion.look()
-        plan = self.portion.widened(lambda: self._traces.plan(known))
+        plan = self.plan(known)
         if plan is not self._course.plan or not self._homes.as_in(plan):
             self._homes.follow(plan)
         self._homes.tidy(plan)

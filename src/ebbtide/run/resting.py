@@ -68,6 +68,11 @@ class Resting:
         return self._plan is not None
 
     @property
+    def run(self) -> int:
+        """Moments of the plan's iteration by now, while forward runs in a pass that rests."""
+        return self._offset + self._interceptor.unnoticed
+
+    @property
     def _can_move(self) -> bool:
         """Whether there is a tier to go to, or gradients are copied into chunks all the same."""
         return not self._updates.kept.always
@@ -83,7 +88,7 @@ class Resting:
         # Where nothing is trained the graph leads to nothing that could be marked.
         rests = rests and any(self._updates.data.trained)
         rests = rests and not self._updates.sparse and not self._interceptor.others_listen
-        rests = rests and (not self._can_move or self._has_room(plan))
+        rests = rests and (not self._can_move or self.has_room(plan))
         self._known, self._plan = (known, plan) if rests else (None, None)
         self._offset, self._before = offset, None
         self._captured = self._updates.captured
@@ -93,7 +98,7 @@ class Resting:
         self._alone = not self._graphs
         self.forward()
 
-    def _has_room(self, plan: Plan | None) -> bool:
+    def has_room(self, plan: Plan | None) -> bool:
         """Whether all parameters are on the device and the plan has none leave. Gradients may lie beside those that are
         held already, and until they are taken in beside their chunks: that needs room for all, and for one chunk."""
         data, room = self._updates.data, self._updates.executor.room

@@ -130,6 +130,11 @@ class Room:
         self.set_level(level, guess)
         self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
 
+    def end_pass(self) -> None:
+        """One is over. Where it was no planned one, the highest tide it may have had is no longer there."""
+        if self.course.plan is not None and not self.course.on_track:
+            self.set_level(self.level, guess=True)
+
     def go_back(self, level: int, guess: bool) -> None:
         """To the level before a guess. Chunks that the guess made room for leave."""
         if level - self.level > self.ledger.room("device"):

@@ -24,7 +24,7 @@ from ebbtide.run.ranks import Ranks
 from ebbtide.run.setup import Choice
 from ebbtide.run.source import Source
 from ebbtide.run.tiers import Tiers
-from ebbtide.run.traces import WATCHED
+from ebbtide.run.traces import WATCHED, Known
 from ebbtide.run.wishes import DONE, FORWARD
 
 MANY = 256
@@ -47,8 +47,10 @@ class Session(Machinery):
         super().__init__(module, choice, config, tiers, kernels, ranks, companions)
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
-        self._forwards = 0
-        """Of the pass that is under way."""
+        self._captured = 0
+        """Gradients taken before the pass that is under way."""
+        self._signature, self._another = "", False
+        """Of the pass that is under way, and whether its plan is that of a later forward."""
         self.micro = 0
         """Backward passes since the last update."""
         try:
@@ -113,12 +115,13 @@ class Session(Machinery):
         self.unfreezing.notice()
         if not self.idle and self.frozen:
             self._finish_pass()
-        self._forwards = 1 if self.idle else self._forwards + 1
-        if self._forwards > MANY:
-            self._stop_recording()
-        if self._forwards > 1:
-            self.resting.forward()
-            return  # a second forward before one backward belongs to the same pass
+        if not self.idle:
+            self._begin_another(signature, args, kwargs)
+            return
+        self.waiting.clear()
+        self.waiting.begin()
+        self._captured = self.updates.captured
+        self._signature, self._another = signature, False
         if self.sharing is not None:
             self.sharing.turn()
         if self.unmanaged.parameters:
@@ -150,11 +153,59 @@ class Session(Machinery):
             self.abandon()
             raise
 
+    def _begin_another(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A second forward before one backward belongs to the same pass. Where its plan has none it gets its own,
+        beside what the first has saved."""
+        useless = self.waiting.partly_gone or self.waiting.count >= MANY
+        self.waiting.begin()
+        if useless:
+            self._stop_recording()
+        known = None
+        if self.sharing is None and not self.planning.roomy and not self._foresees_another():
+            known = self.waiting.beside(signature, args, kwargs)
+        try:
+            if known is None or (self.resting.now and self.resting.has_room(self.planning.plan(known))):
+                self.resting.forward()
+                return
+            self._another = True
+            self.resting.stop()
+            self._follow_beside(known)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _follow_beside(self, known: Known) -> None:
+        """By a plan beside what waits. Where activations leave, or values change between passes, only its room is made:
+        what waits has numbers of its own there, and is to see the values that it saw."""
+        if self.lock_free is not None or self.room.activations is not None:
+            self.executor.leave_track("a forward pass more than planned")
+            level = max(known.record.peak, self.room.level)
+            self.room.raise_level(level, guess=self.room.activations is not None)
+            return
+        plan = self.planning.adopt(known)
+        self.updates.take_over = plan.take_over
+        offset = self.micro % plan.accumulate * len(plan.record.moments)
+        self.executor.begin(plan, self.recording.recorder, offset)
+
+    def _foresees_another(self) -> bool:
+        """Whether the plan that is followed has another forward pass now. If not, what the first has saved is known."""
+        plan, run = self.course.plan, self.resting.run if self.resting.now else self.course.position + 1
+        if plan is None or not self.course.on_track or not run:
+            return False
+        if run % len(plan.record.moments) <= plan.record.forward:
+            return True
+        if not self._another:
+            self.waiting.planned(plan, run)
+        return False
+
     @on_real_memory
     def reclaim(self) -> None:
         """Parameters whose space gradients took are wanted again before the update; gradients that were being dropped
-        are not."""
+        are not, nor is a pass that nobody can go back from any more. When outputs go, ranks do not agree about."""
         self.room.begin_turn()
+        alone = self.sharing is None and not self.frozen and self.updates.captured == self._captured
+        if alone and self.course.phase == RUNNING and self.waiting.gone:
+            self._leave()
         if self.updates.unwanted:
             self.drop_gradients()
         if self.updates.taken.away:
@@ -194,27 +245,33 @@ class Session(Machinery):
 
     def _finish_pass(self) -> None:
         if self.resting.now:
-            self.resting.finish(self._forwards)
+            self.resting.finish(self.waiting.count)
+        elif self._another and not self.course.off_track():
+            self._stop_recording()  # what came before was not gone back from
         elif self.recording.finish():
             self.executor.recorder = None
-        elif (plan := self.course.plan) is not None:
-            known = self.traces.find(plan.record.signature)
+        elif self.course.plan is not None:
+            known = self.traces.find(self._signature)
             if known is not None:
-                known.followed = not self.course.off_track()
+                known.followed = not self._another and not self.course.off_track()
                 if not known.followed:
                     known.watch(0 if self.planning.roomy else WATCHED)
         self.executor.finish()
+        self.room.end_pass()
         self.micro += 1
 
     @on_real_memory
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
+        self._leave()
+        for parameter in self.data.parameters:
+            parameter.grad = None  # one that arrived and was not taken would be added to the next
+
+    def _leave(self) -> None:
         self._stop_recording()
         self.resting.end()
         self.executor.let_go()
         self.executor.finish()
-        for parameter in self.data.parameters:
-            parameter.grad = None  # one that arrived and was not taken would be added to the next
 
     def _stop_recording(self) -> None:
         self.recording.abandon()

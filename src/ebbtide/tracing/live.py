@@ -33,7 +33,7 @@ class Recorder:
         self._away = 0
         self._seen = 0
         self._turns: list[int] = []
-        self._forward = -1
+        self._forward = self._at_backward = -1
         meter.take_peak()
         meter.take_work()
 
@@ -53,9 +53,11 @@ class Recorder:
             return
         seconds = time.perf_counter() - self._start
         peak, work = self._take_peak() + self._fixed, self._meter.take_work()
-        alive = self._meter.alive() + self._away + self._fixed
-        self._moments.append(Moment(self._event, peak, seconds, work, alive))
+        self._moments.append(Moment(self._event, peak, seconds, work, self._alive()))
         self._event = -1
+
+    def _alive(self) -> int:
+        return self._meter.alive() + self._away + self._fixed
 
     def _take_peak(self) -> int:
         peak, self._seen = max(self._seen, self._meter.take_peak() + self._away), 0
@@ -98,6 +100,7 @@ class Recorder:
         """Backward starts, for the first time in the pass."""
         if self._forward < 0:
             self._forward = self.index
+            self._at_backward = self._alive()
 
     def turn(self) -> None:
         """A backward is over, and the pass is not."""
@@ -108,7 +111,7 @@ class Recorder:
         for run in list(self._open):
             self.end(run)
         accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))
-        between = self._fixed + self._meter.alive() + self._away + self._inputs
+        between = self._alive() + self._inputs
         return Record(
             self._signature,
             tuple(self._moments),
@@ -120,4 +123,5 @@ class Recorder:
             tuple(self._saved),
             tuple(self._turns),
             self._forward,
+            self._at_backward,
         )

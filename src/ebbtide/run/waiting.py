@@ -1,0 +1,138 @@
+"""Forward passes that nobody has gone back from yet.
+
+Most often there is one, and backward follows. One whose outputs are gone waits for nothing: whoever validates without
+torch.no_grad makes such. One that comes while others wait (a sum of two losses) takes its room beside what they saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.plan.draft import Plan
+from ebbtide.plan.shape import ModelShape
+from ebbtide.record import Record
+from ebbtide.run.imagining import Imagining
+from ebbtide.run.model import ModelData
+from ebbtide.run.traces import Known, Traces
+
+_KEY = "ebbtide: outputs of a forward pass"
+REMEMBERED = 32
+PLAIN = (int, float, str, type(None))
+
+
+class _Mark:
+    """Of a forward pass's outputs: it is there as long as one can go back from one of them."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass
+class _Pass:
+    saved: int = 0
+    """Bytes that it left for backward, as far as that is known."""
+    mark: weakref.ref[_Mark] | None = None
+    """None where nobody can say whether its outputs are gone."""
+
+    @property
+    def gone(self) -> bool:
+        return self.mark is not None and self.mark() is None
+
+
+class Waiting:
+    def __init__(self, data: ModelData, traces: Traces, imagining: Imagining) -> None:
+        self._data, self._traces, self._imagining = data, traces, imagining
+        self._passes: list[_Pass] = []
+        self._known: OrderedDict[Any, Record | None] = OrderedDict()
+        """What one pass of a kind takes, where others waited when it came."""
+        self._last: tuple[tuple[Record, int, ModelShape], Known] | None = None
+        """With what waited: plans are found once where nothing has changed."""
+
+    @property
+    def count(self) -> int:
+        """Forward passes since the last backward, those included that are gone."""
+        return len(self._passes)
+
+    @property
+    def partly_gone(self) -> bool:
+        """Whether some outputs are: a trace of all passes has no use."""
+        return any(one.gone for one in self._passes)
+
+    @property
+    def gone(self) -> bool:
+        """Whether all outputs are, so that nobody will go back."""
+        return bool(self._passes) and all(one.gone for one in self._passes)
+
+    def clear(self) -> None:
+        """They are over."""
+        self._passes.clear()
+
+    def begin(self) -> None:
+        """One is about to run."""
+        self._passes.append(_Pass())
+
+    def made(self, ways: list[torch.Tensor] | None) -> None:
+        """It has run, and one can go back from these; None where that cannot be told."""
+        if ways is None or not self._passes:
+            return
+        mark = _Mark()
+        for tensor in ways:
+            node: Any = tensor.grad_fn
+            node.metadata[_KEY] = mark
+        self._passes[-1].mark = weakref.ref(mark)
+
+    def planned(self, plan: Plan, moments: int) -> None:
+        """The first one has run so many moments of the plan's iteration."""
+        record = plan.record
+        place = (moments - 1) % len(record.moments)
+        one = place == record.forward
+        left = record.left_by_forward if one else record.moments[place].alive - record.fixed
+        self._passes[0].saved = min(left, plan.levels[moments - 1] - record.fixed)
+
+    def beside(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        """What is known of one that comes while others wait: all that it takes is beside what they have saved, and its
+        gradients may be added to. None where it cannot be imagined."""
+        record = self._imagined(signature, args, kwargs)
+        if record is None:
+            return None
+        self._passes[-1].saved = record.left_by_forward
+        count = sum(one.saved for one in self._passes[:-1] if not one.gone)
+        case = record, count, self._traces.shape
+        if self._last is None or self._last[0] != case:
+            moments = tuple(replace(m, peak=m.peak + count, alive=m.alive + count) for m in record.moments)
+            self._last = case, Known(replace(record, moments=moments, arrivals=record.arrivals * 2))
+        return self._last[1]
+
+    def _imagined(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+        key = signature, tuple(p.requires_grad for p in self._data.parameters)
+        if key not in self._known:
+            self._known[key] = self._imagining.imagine(signature, args, kwargs)
+        self._known.move_to_end(key)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+
+def ways_back(output: Any) -> list[torch.Tensor] | None:
+    """Those of a forward pass's outputs that one can go back from. None where that cannot be told: who returns something
+    of their own knows."""
+    leaves = list(_leaves(output))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+        return None
+    ways = [tensor for tensor in tensors if tensor.requires_grad]
+    return None if any(tensor.grad_fn is None for tensor in ways) else ways
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tree_leaves([getattr(leaf, one.name, None) for one in fields(leaf)])
+        else:
+            yield leaf

@@ -1,0 +1,103 @@
+"""Checkpointed regions that read weights otherwise than by running their modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+import reference
+from ebbtide.errors import BudgetError
+from harness import LR, Count, config_of
+from zoo import Loss
+
+WIDTH, ROWS = 64, 24
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))}
+
+
+class Scales(nn.Module):
+    """Weights in a list and a dictionary, which are modules that never run."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        made = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 8, requires_grad=trained) for _ in range(4)]
+        self.some, self.more = nn.ParameterList(made[:3]), nn.ParameterDict({"last": made[3]})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.some:
+            x = torch.tanh(x @ weight)
+        return x * self.more["last"].sum(0)
+
+
+class Listed(nn.Module):
+    """Its regions run modules that read from lists."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scales = nn.ModuleList(Scales(trained) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        for number, scales in enumerate(self.scales):
+            ends = self.layers[2 * number : 2 * number + 2]
+
+            def body(x: torch.Tensor, scales: Any = scales, ends: Any = ends) -> torch.Tensor:
+                return ends[1](scales(torch.tanh(ends[0](x))))
+
+            x = x + checkpoint(body, x, use_reentrant=False)
+        return Loss(x.square().mean(), ())
+
+
+class Read(nn.Module):
+    """A region without a module reads weights of the one around it, and the weight of one that it does not run."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8, requires_grad=trained)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(trained)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers[1](x) @ self.own)
+        return self.layers[2](torch.tanh(x @ self.other.weight))
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        x = self.layers[0](x)
+        return Loss(self.layers[3](checkpoint(self.body, x, use_reentrant=False)).square().mean(), ())
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", [Listed, Read])
+@pytest.mark.parametrize("offload", ["off", "all"])
+def test_it_trains_alike_wherever_the_weights_are(kind: Any, trained: bool, offload: str) -> None:
+    """Frozen ones, too, which a checkpoint keeps as the parameters that they are. Where modules run in a region, what is
+    there while it is computed again is what the plan says."""
+    expected = reference.train(kind(trained), batch, 3, precision="fp32", lr=LR)[0]
+    ran = 0
+    for memory in (*range(80_000, 320_000, 12_000), 8_000_000):
+        tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "layout": "tensor"}
+        config = config_of(precision="fp32", clip=None, offload_activations=offload, **tiers)
+        engine = ebbtide.initialize(kind(trained), config)
+        try:
+            for number in range(3):
+                with Count(engine) as count:
+                    engine.backward(engine(**count.given(batch(number))).loss)
+                    engine.step()
+                assert count.peak <= memory, (memory, number, count.peak - memory)
+            assert engine.weights_sha256() == expected
+            engine.check_integrity()
+            ran += 1
+        except BudgetError as error:
+            assert kind is Read or "needs at least" in str(error)
+        finally:
+            engine.close()
+    assert ran > 5
