@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ebbtide
 import harness
@@ -166,3 +168,46 @@ def test_no_copy_of_them_is_made_beside_the_budget(layout: str, accumulate: int)
         finally:
             engine.close()
     assert shas[0] == shas[1]
+
+
+def leave_copies(engine: ebbtide.Engine) -> int:
+    """On the host, of parameters that the plan has on the device throughout: as another shape's plan does."""
+    session, found = engine._session, 0
+    for index in range(len(session.data.members)):
+        chunk = session.data.parameter_chunk(index)
+        room = session.ledger.room("host") >= session.store.room_needed(chunk, "host")
+        if session.course.stays("param", index) and chunk.device_valid and chunk.host is None and room:
+            session.room.evict(chunk)
+            session.store.settle(chunk)
+            session.places.bring(chunk)
+            found += 1
+    return found
+
+
+def test_copies_that_another_plan_has_left_do_not_keep_gradients_from_the_host() -> None:
+    """They stayed on the device, where no plan has them."""
+    copies = 0
+    for device, host in itertools.product(range(60_000, 200_000, 20_000), range(20_000, 140_000, 8_192)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+        tiers = {"device": {"memory": device}, "host": {"memory": host}}
+        config = harness.config_of(precision="fp32", chunk_size="4KiB", accumulate=2, **tiers)
+        try:
+            engine = ebbtide.initialize(model, config)
+        except BudgetError:
+            continue
+        try:
+            for number in range(4):
+                loss = engine(torch.ones(20, 32)).square().mean()
+                copies += leave_copies(engine) if number % 2 else 0
+                engine.backward(loss)
+                away = [i for i, home in enumerate(engine._session.homes.homes) if home == "host"]
+                assert all(engine._session.store.chunks["grad", i].device is None for i in away)
+                if number % 2:
+                    engine.step()
+            engine.check_integrity()
+        except BudgetError as error:
+            assert "this iteration" in str(error) or "model data" in str(error)
+        finally:
+            engine.close()
+    assert copies

@@ -371,6 +371,12 @@ class Room:
                 self.store.settle(chunk)
                 self.store.drop(chunk, "host")
 
+    def drop_unplanned_copies(self) -> None:
+        """Of parameters that this plan never has leave the device; another one did."""
+        for chunk in self._host_copies():
+            if chunk.device_valid and self.course.stays(PARAM, chunk.index):
+                self.store.drop(chunk, "host")
+
     def _off_the_host(self, chunk: Chunk, spill: bool) -> None:
         if chunk.ssd_valid or chunk.device_valid:
             self.store.drop(chunk, "host")

@@ -15,18 +15,19 @@ import torch
 
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import TO_HOST, Chunk
-from ebbtide.memory.chunks import ChunkStore
 from ebbtide.plan.shape import GRAD
 from ebbtide.run.model import Place, dense
+from ebbtide.run.room import Room
 from ebbtide.run.updater import Updater
 
 
 class Straight:
     def __init__(
-        self, store: ChunkStore, updater: Updater, kernels: Mapping[str, Kernels], homes: Sequence[str]
+        self, room: Room, updater: Updater, kernels: Mapping[str, Kernels], homes: Sequence[str]
     ) -> None:
         """`kernels` by tier; `homes`: by chunk, where its optimizer state lives."""
-        self._store, self._updater, self._kernels, self._homes = store, updater, kernels["host"], homes
+        self._room, self._store, self._updater = room, room.store, updater
+        self._kernels, self._homes = kernels["host"], homes
         self.possible = False
 
     def leads(self, chunk: Chunk) -> bool:
@@ -34,8 +35,10 @@ class Straight:
         then it waits on the device."""
         if not self.possible or chunk.kind != GRAD or self._homes[chunk.index] == "device":
             return False
+        if not self._fits(chunk):
+            self._room.drop_unplanned_copies()  # the others stay: they are counted there
         while not self._fits(chunk) and self._updater.settle_oldest():
-            continue  # parameters' copies stay: they are counted there
+            continue
         return self._fits(chunk)
 
     def _fits(self, chunk: Chunk) -> bool:

@@ -70,7 +70,7 @@ class Updates:
         self.kept = KeptGradients(data.store.ledger)
         self.chunks = ChunkUpdates(data, rule, kernels, executor.places, executor.updater, self.kept)
         self.homes = self.chunks.homes
-        self.straight = Straight(self.store, executor.updater, kernels, self.homes)
+        self.straight = Straight(executor.room, executor.updater, kernels, self.homes)
         self.steps = self.chunks.steps
         self.taken = TakenSpace(data, kernels, self.homes, executor.places)
         self.state_chunks = self.chunks.state_chunks
