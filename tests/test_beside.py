@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import ebbtide
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
-from harness import config_of
+from harness import Count, config_of
 
 WIDTH, TOKENS = 64, 512
 
@@ -77,3 +78,31 @@ def test_of_an_engine_that_rests_while_another_one_works(steps: int) -> None:
     assert tiers.ledger.level["device"] + tiers.ledger.reserved["device"] <= memory
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"updates": "lock-free"}], ids=["", "lock-free"])
+def test_gradients_of_the_batches_before(changes: dict[str, Any], tmp_path: Path) -> None:
+    """They are there from the beginning of the second one, where the first one's activations were alone."""
+    ran = 0
+    for memory in (*range(700_000, 1_500_000, 25_000), 4_000_000):
+        tiers = {"device": {"memory": memory}, "host": {"memory": "32MB"}, "chunk_size": "16KiB"}
+        disk = {"folder": str(tmp_path), "memory": "32MB"}
+        config = config_of(
+            precision="fp32", unmanaged=["table.*"], accumulate=3, clip=None, ssd=disk, **tiers, **changes
+        )
+        engine = ebbtide.initialize(Net(), config)
+        try:
+            with Count(engine) as count:  # it sees the table, too, in views of it
+                for number in range(3):
+                    for _ in range(3):
+                        ids = torch.arange(128).view(2, 64) + number
+                        engine.backward(engine(**count.given({"ids": ids})))
+                        assert count.peak <= memory, (memory, number, count.peak - memory)
+                    engine.step()
+            engine.check_integrity()
+            ran += 1
+        except BudgetError as error:
+            assert error.tier == "device"
+        finally:
+            engine.close()
+    assert ran > 3

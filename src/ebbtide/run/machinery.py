@@ -124,7 +124,8 @@ class Machinery:
         self.streaming = Streaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
         self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
-        self.unmanaged = Unmanaged(self.module, choice, self.backend, kernels, self.updates.rule)
+        rule, accumulates = self.updates.rule, config.accumulate > 1
+        self.unmanaged = Unmanaged(self.module, choice, self.backend, kernels, rule, accumulates)
         self._reserve_hosted(choice)
         self.recording = Recording(self.backend, self.unmanaged, self.updates.kept)
         spared = sum(room.copies() for room in self.room.peers)

@@ -74,6 +74,9 @@ class Recording:
         """The pass is over; False where it was not recorded."""
         if self.recorder is None:
             return False
+        if isinstance(self._meter, StorageMeter):
+            for storage in self._unmanaged.gradients():
+                self._meter.disown(storage)  # every moment has it by now
         self._over = (self.recorder.finish(), self._meter, self._before)
         self.abandon()
         return True

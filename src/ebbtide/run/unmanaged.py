@@ -24,8 +24,15 @@ HALVES = (torch.bfloat16, torch.float16)
 
 class Unmanaged:
     def __init__(
-        self, module: nn.Module, choice: Choice, backend: Backend, kernels: Mapping[str, Kernels], rule: Rule
+        self,
+        module: nn.Module,
+        choice: Choice,
+        backend: Backend,
+        kernels: Mapping[str, Kernels],
+        rule: Rule,
+        accumulates: bool,
     ) -> None:
+        """`accumulates`: gradients are there from one batch to the next."""
         self.module = module
         self.parameters = dict(choice.unmanaged)
         on_host = {id(p) for child in choice.hosted.values() for p in child.parameters()}
@@ -34,6 +41,7 @@ class Unmanaged:
         self.device = backend.device
         self.kernels = kernels
         self.rule = rule
+        self._accumulates = accumulates
         self.masters: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self.steps = dict.fromkeys(self.parameters, 0)
@@ -109,7 +117,18 @@ class Unmanaged:
         tensors += list(self.module.buffers())
         tensors += [self.masters[name] for name in names if name in self.masters]
         tensors += [state for name in names for state in self.states.get(name, ())]
-        return storage_bytes(tensors) + self.missing_bytes()
+        held = sum(self._gradient(name) for name in names if self.parameters[name].grad is not None)
+        return storage_bytes(tensors) + held + self.missing_bytes()
+
+    def _gradient(self, name: str) -> int:
+        """Bytes of a gradient that stays from one batch to the next."""
+        parameter = self.parameters[name]
+        return parameter.nbytes if self._accumulates and _trainable(parameter) else 0
+
+    def gradients(self) -> set[int]:
+        """Storages of such gradients."""
+        grads = [p.grad for name, p in self.parameters.items() if p.grad is not None and self._gradient(name)]
+        return {grad.untyped_storage()._cdata for grad in grads if grad.layout == torch.strided}
 
     def storages(self) -> set[int]:
         """Of parameters, as they are now: by address of the storage's object."""
@@ -120,13 +139,14 @@ class Unmanaged:
         return sum(self._missing(name) for name in self.parameters if name not in self.hosted)
 
     def _missing(self, name: str) -> int:
-        """Bytes of master and optimizer state that training adds."""
+        """Bytes of master and optimizer state that training adds, and of a gradient that stays."""
         parameter = self.parameters[name]
         if not _trainable(parameter):
             return 0
         master = parameter.dtype in HALVES and name not in self.masters
         states = 0 if name in self.states else len(self.rule.states)
-        return 4 * parameter.numel() * (master + states)
+        gradient = self._gradient(name) if parameter.grad is None else 0
+        return 4 * parameter.numel() * (master + states) + gradient
 
     def arrived(self) -> list[tuple[int, int] | None]:
         """Changes with every gradient that comes, or is added to."""
