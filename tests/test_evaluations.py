@@ -40,8 +40,8 @@ def ids(rows: int, length: int = 8) -> torch.Tensor:
     return torch.randint(0, TOKENS, (rows, length), generator=torch.Generator().manual_seed(rows))
 
 
-def engine_of(memory: int) -> ebbtide.Engine:
-    tight = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
+def engine_of(memory: int, host: int | str = "64MB") -> ebbtide.Engine:
+    tight = {"device": {"memory": memory}, "host": {"memory": host}, "chunk_size": "4KiB"}
     settings = Config.read(config_of(precision="fp32", **tight))
     return Engine(Net(), settings, tiers=open_tiers(settings))
 
@@ -216,3 +216,69 @@ def test_what_is_evaluated_while_all_parameters_stay_is_foreseen() -> None:
         finally:
             engine.close()
     assert True in refused and False in refused
+
+
+def test_on_a_device_alone() -> None:
+    """Nothing can leave, and what is larger than there is room for is refused all the same."""
+    taken = set[int]()
+    for memory in (300_000, 400_000, 800_000):
+        engine = engine_of(memory, host=0)
+        for _ in range(2):
+            train(engine)
+            for rows in (2, 8, 32, 200):
+                loss, peak = evaluate(engine, ids(rows))
+                assert peak <= memory, rows
+                taken |= set() if loss is None else {rows}
+        train(engine)
+        engine.check_integrity()
+        engine.close()
+    assert taken == {2, 8, 32}
+
+
+class Brief(nn.Module):
+    """What it takes, it takes in the middle of forward, and saves nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean() + x.detach().repeat(1, 32).sum()
+
+
+@pytest.mark.parametrize("host", [0, 200_000, "64MB"])
+def test_beside_gradients_that_wait_for_their_step(host: int | str) -> None:
+    """As large as training's batch, which had its room when there were none."""
+    ran = evaluated = refused = 0
+    for memory in range(40_000, 500_000, 10_000):
+        tiers = {"device": {"memory": memory}, "host": {"memory": host}, "chunk_size": "4KiB"}
+        settings = Config.read(config_of(precision="fp32", **tiers))
+        try:
+            engine = Engine(Brief(), settings, tiers=open_tiers(settings))
+        except BudgetError:
+            continue
+        x = torch.ones(8, 64)
+        try:
+            for _ in range(2):
+                with Count(engine) as count:
+                    engine.backward(engine(count.given({"x": x})["x"]))
+                    try:
+                        with torch.no_grad():
+                            engine(x)
+                        evaluated += 1
+                    except BudgetError as error:
+                        assert error.short > 0
+                        refused += 1
+                    engine.step()
+                assert count.peak <= memory, (memory, count.peak - memory)
+            engine.check_integrity()
+            ran += 1
+        except BudgetError as error:
+            assert "this iteration" in str(error) or "model data" in str(error)
+        finally:
+            engine.close()
+    assert ran > 5 and evaluated > 10
+    assert not refused or host != "64MB"

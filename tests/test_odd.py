@@ -280,6 +280,25 @@ def test_parameters_are_real_between_backward_and_step(make: Any, master: str) -
     assert engine.weights_sha256() == plain(Net, 4)
 
 
+class Idle(Net):
+    """Passes in which nothing of the model runs, and whose loss leads to something else."""
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        return Loss(x.float().square().mean(), ())
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward", "lock-free"])
+def test_a_pass_in_which_nothing_runs(make: Any, place: dict[str, Any], updates: str) -> None:
+    engine = make(Idle, updates=updates, clip=None, **place)
+    before = engine.weights_sha256()
+    for number in range(3):
+        x = batch(number)["x"].requires_grad_()
+        engine.backward(engine(x).loss)
+        assert x.grad is not None
+        engine.step()
+    assert engine.weights_sha256() == before
+
+
 class Interrupted(Net):
     at: tuple[int, type[BaseException]] | None = None
 

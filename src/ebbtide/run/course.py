@@ -57,15 +57,20 @@ class Course:
         """Whether, as far as is planned, this pass has no more use for a chunk that is not in use now."""
         if self.plan is None or not self.on_track:
             return False
-        length = len(self.plan.record.moments)
+        length = self._length
         end = (max(self.position, 0) // length + 1) * length
         firsts = self.plan.firsts[chunk.kind, chunk.index]
         return next_use(firsts, self.position, NEVER) + self.position >= end
 
     def off_track(self) -> bool:
         """At the end of a pass: whether it was another than planned."""
+        return not self.on_track or (self.position + 1) % self._length != 0
+
+    @property
+    def _length(self) -> int:
+        """Moments of a pass; of one in which nothing of the model runs there are none."""
         assert self.plan is not None
-        return not self.on_track or (self.position + 1) % len(self.plan.record.moments) != 0
+        return max(1, len(self.plan.record.moments))
 
     def __str__(self) -> str:
         return f" at moment {self.position} of the {self.phase} pass" if self.phase != IDLE else ""

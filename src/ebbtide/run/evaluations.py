@@ -45,7 +45,8 @@ class Evaluations:
     ) -> bool:
         """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than the
         `planned` bytes that the plan at hand has for training: its batches may have been larger before. `pinned`:
-        parameters may not leave, so that there is less room than training has, and what it takes has to be known."""
+        parameters may not leave, or gradients are there, so that there is less room than training has, and what it takes
+        has to be known."""
         shapes = _shapes(args, kwargs)
         if shapes is None:
             return False

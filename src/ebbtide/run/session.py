@@ -84,16 +84,22 @@ class Session(Machinery):
             if self.lock_free is not None:
                 self.lock_free.begin_evaluation()
             self.executor.updater.bring_all()  # there is room for them in the moments of training
-            if self.idle and not self.ledger.device_alone:
+            if self.idle and not self.planning.roomy:
                 self.room.begin_turn()
                 before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
                 planned = max(plan.levels, default=0) if plan is not None else -1
-                pinned = any(self.places.residing)
+                # Gradients, too, may have taken room that training's activations had.
+                pinned = any(self.places.residing) or self.micro > 0
                 self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, planned, pinned)
                 if not self.room.foreseen:
                     level = self.homes.first_level(self.shape) if plan is None else planned
                     self.room.raise_level(max(level, self.room.level), guess=True)
+                    if self.micro and self.room.level < planned:
+                        # Gradients have taken the room that training's activations had: what it takes has to be known.
+                        self.room.foreseen = self.evaluations.make_room(
+                            signature, args, kwargs, planned, True
+                        )
         try:
             with self.interceptor.scope():
                 yield
@@ -133,7 +139,7 @@ class Session(Machinery):
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
-        if plan is not None and not self.ledger.device_alone:
+        if plan is not None and not self.planning.roomy:
             self.evaluations.trained(plan, args, kwargs)
         if known is None or known.stale or known.record.source != "live":
             self.recording.start(signature, args, kwargs)
