@@ -83,13 +83,24 @@ def test_passes_that_nobody_ends_leave_nothing(make: Any, place: dict[str, Any])
         assert engine._session.idle and engine._session.recording.recorder is None
 
 
-def test_forgotten_no_grad_is_not_recorded_for_ever(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", [True, False])
+def test_forgotten_no_grad_is_not_recorded_for_ever(
+    make: Any, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """Where outputs are held all passes are one; else each is over when the next begins."""
     monkeypatch.setattr("ebbtide.run.session.MANY", 8)
-    engine = make(Net, device={"memory": 420_000})
+    engine = make(Net, device={"memory": 2_000_000 if held else 420_000})
     engine._session.traces.find = lambda signature: None  # as for a shape that was never seen
+    outputs, recorded = [], []
     for number in range(12):
-        engine(**batch(number))
-    assert engine._session.recording.recorder is None
+        outputs.append(engine(**batch(number)))
+        recorder = engine._session.recording.recorder
+        recorded.append(recorder.index + 1 if recorder is not None else 0)
+        if not held:
+            outputs.clear()
+    once = recorded[0]
+    assert recorded == ([once * (k + 1) for k in range(8)] + [0] * 4 if held else [once] * 12)
+    outputs.clear()
     for number in range(4):
         step(engine, number)
     engine.check_integrity()
