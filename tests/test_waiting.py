@@ -52,8 +52,8 @@ def dropped(engine: Any, number: int) -> list[float]:
 
 
 def summed(engine: Any, number: int) -> torch.Tensor:
-    """Two losses, of which the second is larger."""
-    return engine(batch(number, 14 + 2 * number)).loss + engine(batch(50 + number, 22)).loss
+    """Two losses, of which now the first is larger, now the second."""
+    return engine(batch(number, 16 + 5 * number)).loss + engine(batch(50 + number, 22)).loss
 
 
 Before = Callable[[Any, int], list[float]]
@@ -136,6 +136,47 @@ def test_two_that_wait_are_foreseen_in_the_first_step_too() -> None:
                 assert count.peak <= memory, (memory, number, count.peak - memory)
             assert engine.weights_sha256() == expected
             engine.check_integrity()
+            ran += 1
+        except BudgetError as error:
+            assert error.short > 0
+        finally:
+            engine.close()
+    assert ran > 3
+
+
+class Many(nn.Module):
+    """The plain loop's, of the sum of batches' losses, in the order in which backward goes through them."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        super().__init__()
+        self.deep, self.rows = Deep(), rows
+
+    def named_parameters(self, *given: Any, **named: Any) -> Any:
+        return self.deep.named_parameters(*given, **named)
+
+    def forward(self, number: int) -> Loss:
+        losses = [self.deep(batch(number + 20 * k, rows)).loss for k, rows in enumerate(self.rows)]
+        return Loss(sum(losses, start=torch.zeros(())), ())
+
+
+@pytest.mark.parametrize("rows", [(24, 4), (24, 14), (14, 24), (20, 20, 6)])
+@pytest.mark.parametrize("last_first", [False, True])
+def test_each_may_have_a_backward_of_its_own(rows: tuple[int, ...], last_first: bool) -> None:
+    """In any order, and whichever is the largest."""
+    expected = reference.train(Many(rows), lambda n: {"number": n}, 4, precision="fp32", lr=LR)[0]
+    ran = 0
+    for memory in MEMORY:
+        engine = engine_of(memory, "exact")
+        try:
+            for number in range(4):
+                with Count(engine) as count:
+                    losses = [engine(batch(number + 20 * k, r)).loss for k, r in enumerate(rows)]
+                    while losses:
+                        engine.backward(losses.pop(-1 if last_first else 0))
+                    engine.step()
+                assert count.peak <= memory, (memory, number, count.peak - memory)
+            engine.check_integrity()
+            assert not last_first or engine.weights_sha256() == expected
             ran += 1
         except BudgetError as error:
             assert error.short > 0

@@ -234,10 +234,13 @@ class Session(Machinery):
     def reversing(self, last: bool) -> Iterator[None]:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
         self.planning.portion.go_on()
+        over = self.idle
         self.executor.reverse()
         if not last:
             self.resting.rule_out()
         with self.running():
+            if over and self.course.plan is not None:
+                self.executor.leave_track("a backward pass after the one that was planned")
             with self.resting.reversing():
                 yield
             self.updates.finish_backward()
@@ -252,8 +255,8 @@ class Session(Machinery):
     def _finish_pass(self) -> None:
         if self.resting.now:
             self.resting.finish(self.waiting.count)
-        elif self._another and not self.course.off_track():
-            self._stop_recording()  # what came before was not gone back from
+        elif self._another and self.waiting.one_left and not self.course.off_track():
+            self._stop_recording()  # nobody has gone back, or will, from what came before
         elif self.recording.finish():
             self.executor.recorder = None
         elif self.course.plan is not None:

@@ -37,6 +37,8 @@ class _Mark:
 class _Pass:
     saved: int = 0
     """Bytes that it left for backward, as far as that is known."""
+    peak: int = 0
+    """And those of non-model data at its highest, with its own backward."""
     mark: weakref.ref[_Mark] | None = None
     """None where nobody can say whether its outputs are gone."""
 
@@ -51,7 +53,7 @@ class Waiting:
         self._passes: list[_Pass] = []
         self._known: OrderedDict[Any, Record | None] = OrderedDict()
         """What one pass of a kind takes, where others waited when it came."""
-        self._last: tuple[tuple[Record, int, ModelShape], Known] | None = None
+        self._last: tuple[tuple[Record, int, int, ModelShape], Known] | None = None
         """With what waited: plans are found once where nothing has changed."""
 
     @property
@@ -63,6 +65,11 @@ class Waiting:
     def partly_gone(self) -> bool:
         """Whether some outputs are: a trace of all passes has no use."""
         return any(one.gone for one in self._passes)
+
+    @property
+    def one_left(self) -> bool:
+        """Whether all are but those of the last."""
+        return all(one.gone for one in self._passes[:-1])
 
     @property
     def gone(self) -> bool:
@@ -94,19 +101,21 @@ class Waiting:
         one = place == record.forward
         left = record.left_by_forward if one else record.moments[place].alive - record.fixed
         self._passes[0].saved = min(left, plan.levels[moments - 1] - record.fixed)
+        self._passes[0].peak = record.peak - record.fixed
 
     def beside(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """What is known of one that comes while others wait: all that it takes is beside what they have saved, and its
-        gradients may be added to. None where it cannot be imagined."""
+        gradients may be added to. Whose backward comes first nobody knows. None where it cannot be imagined."""
         record = self._imagined(signature, args, kwargs)
         if record is None:
             return None
-        self._passes[-1].saved = record.left_by_forward
-        count = sum(one.saved for one in self._passes[:-1] if not one.gone)
-        case = record, count, self._traces.shape
+        last, others = self._passes[-1], [one for one in self._passes[:-1] if not one.gone]
+        last.saved, last.peak = record.left_by_forward, record.peak - record.fixed
+        count = sum(one.saved for one in others)
+        theirs = max((one.peak - one.saved for one in others), default=0) + count + last.saved + record.fixed
+        case = record, count, theirs, self._traces.shape
         if self._last is None or self._last[0] != case:
-            moments = tuple(replace(m, peak=m.peak + count, alive=m.alive + count) for m in record.moments)
-            self._last = case, Known(replace(record, moments=moments, arrivals=record.arrivals * 2))
+            self._last = case, Known(_beside(record, count, theirs))
         return self._last[1]
 
     def _imagined(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
@@ -117,6 +126,15 @@ class Waiting:
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return self._known[key]
+
+
+def _beside(record: Record, count: int, theirs: int) -> Record:
+    """A pass beside `count` bytes, in whose backward others may come to `theirs`."""
+    moments = tuple(
+        replace(m, peak=max(m.peak + count, theirs if j > record.forward else 0), alive=m.alive + count)
+        for j, m in enumerate(record.moments)
+    )
+    return replace(record, moments=moments, arrivals=record.arrivals * 2)
 
 
 def ways_back(output: Any) -> list[torch.Tensor] | None:
