@@ -81,18 +81,26 @@ def train(engine: ebbtide.Engine, before: Before, memory: int) -> list[list[floa
     return losses
 
 
-class Both(nn.Module):
-    """The plain loop's, of the sum of two batches' losses."""
+class Around(nn.Module):
+    """The plain loop's, of a loss of several passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_of: Callable[[Deep, int], torch.Tensor]) -> None:
         super().__init__()
-        self.deep = Deep()
+        self.deep, self.loss_of = Deep(), loss_of
 
     def named_parameters(self, *given: Any, **named: Any) -> Any:
         return self.deep.named_parameters(*given, **named)
 
     def forward(self, number: int) -> Loss:
-        return Loss(summed(self.deep, number), ())
+        return Loss(self.loss_of(self.deep, number), ())
+
+
+def plain(loss_of: Callable[[Deep, int], torch.Tensor]) -> str:
+    return reference.train(Around(loss_of), lambda n: {"number": n}, 4, precision="fp32", lr=LR)[0]
+
+
+def losses_of(engine: Any, number: int, rows: tuple[int, ...]) -> list[torch.Tensor]:
+    return [engine(batch(number + 20 * k, count)).loss for k, count in enumerate(rows)]
 
 
 @UPDATES
@@ -120,7 +128,7 @@ def test_of_those_nobody_goes_back_from_nothing_stays(before: Before, updates: s
 
 def test_two_that_wait_are_foreseen_in_the_first_step_too() -> None:
     """Of different sizes, and more in some steps than in others."""
-    expected = reference.train(Both(), lambda number: {"number": number}, 4, precision="fp32", lr=LR)[0]
+    expected = plain(summed)
     ran = 0
     for memory in MEMORY:
         engine = engine_of(memory, "exact")
@@ -144,33 +152,18 @@ def test_two_that_wait_are_foreseen_in_the_first_step_too() -> None:
     assert ran > 3
 
 
-class Many(nn.Module):
-    """The plain loop's, of the sum of batches' losses, in the order in which backward goes through them."""
-
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        super().__init__()
-        self.deep, self.rows = Deep(), rows
-
-    def named_parameters(self, *given: Any, **named: Any) -> Any:
-        return self.deep.named_parameters(*given, **named)
-
-    def forward(self, number: int) -> Loss:
-        losses = [self.deep(batch(number + 20 * k, rows)).loss for k, rows in enumerate(self.rows)]
-        return Loss(sum(losses, start=torch.zeros(())), ())
-
-
 @pytest.mark.parametrize("rows", [(24, 4), (24, 14), (14, 24), (20, 20, 6)])
 @pytest.mark.parametrize("last_first", [False, True])
 def test_each_may_have_a_backward_of_its_own(rows: tuple[int, ...], last_first: bool) -> None:
     """In any order, and whichever is the largest."""
-    expected = reference.train(Many(rows), lambda n: {"number": n}, 4, precision="fp32", lr=LR)[0]
+    expected = plain(lambda deep, n: sum(losses_of(deep, n, rows), start=torch.zeros(())))
     ran = 0
     for memory in MEMORY:
         engine = engine_of(memory, "exact")
         try:
             for number in range(4):
                 with Count(engine) as count:
-                    losses = [engine(batch(number + 20 * k, r)).loss for k, r in enumerate(rows)]
+                    losses = losses_of(engine, number, rows)
                     while losses:
                         engine.backward(losses.pop(-1 if last_first else 0))
                     engine.step()
@@ -200,23 +193,8 @@ def test_one_that_does_not_fit_beside_another_changes_nothing(memory: int) -> No
         engine.step()
     engine.check_integrity()
     assert refused == (4 if memory == 60_000 else 0)
-    plain = reference.train(Deep(), lambda number: {"x": batch(number, 10)}, 4, precision="fp32", lr=LR)
-    assert engine.weights_sha256() == plain[0]
+    assert engine.weights_sha256() == plain(lambda deep, number: deep(batch(number, 10)).loss)
     engine.close()
-
-
-class Probed(nn.Module):
-    """The plain loop's, whose loss is of what a layer gave in two passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deep = Deep()
-
-    def named_parameters(self, *given: Any, **named: Any) -> Any:
-        return self.deep.named_parameters(*given, **named)
-
-    def forward(self, number: int) -> Loss:
-        return Loss(probed(self.deep, self.deep, number), ())
 
 
 def probed(run: Any, module: Deep, number: int) -> torch.Tensor:
@@ -232,7 +210,7 @@ def probed(run: Any, module: Deep, number: int) -> torch.Tensor:
 @pytest.mark.parametrize("offload", ["off", "all"])
 def test_a_loss_of_what_a_hook_kept(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
-    expected = reference.train(Probed(), lambda number: {"number": number}, 4, precision="fp32", lr=LR)[0]
+    expected = plain(lambda deep, number: probed(deep, deep, number))
     for memory in (60_000, 120_000, 4_000_000):
         tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
         config = config_of(precision="fp32", clip=None, offload_activations=offload, **tiers)

@@ -95,11 +95,6 @@ class Session(Machinery):
                 if not self.room.foreseen:
                     level = self.homes.first_level(self.shape) if plan is None else planned
                     self.room.raise_level(max(level, self.room.level), guess=True)
-                    if self.micro and self.room.level < planned:
-                        # Gradients have taken the room that training's activations had: what it takes has to be known.
-                        self.room.foreseen = self.evaluations.make_room(
-                            signature, args, kwargs, planned, True
-                        )
         try:
             with self.interceptor.scope():
                 yield

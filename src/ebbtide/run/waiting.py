@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape
 from ebbtide.record import Record
+from ebbtide.run.evaluations import PLAIN
 from ebbtide.run.imagining import Imagining
 from ebbtide.run.model import ModelData
 from ebbtide.run.traces import Known, Traces
 
 _KEY = "ebbtide: outputs of a forward pass"
 REMEMBERED = 32
-PLAIN = (int, float, str, type(None))
 
 
 class _Mark:
