@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ebbtide
+import reference
 import zoo
 from ebbtide.bench.gpu_check import batch, gpt
 from harness import LR, batch_of, config_of, expected, run, with_budget
+from test_regions import Listed, Read
+from test_regions import batch as rows
 
 pytestmark = pytest.mark.gpu
 STEPS = 4
 CUDA = {"kind": "cuda"}
+Loop = Callable[[Any, int], torch.Tensor]
+"""A model or its engine, and a step: its loss."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -102,6 +108,76 @@ def test_the_allocator_stays_within_the_budget() -> None:
         assert torch.cuda.max_memory_allocated() - before <= budget + engine.stats()["fixed_bytes"]
     finally:
         engine.close()
+
+
+def tokens(step: int) -> dict[str, Any]:
+    return batch_of("gpt2", step, torch.bfloat16, "cuda")
+
+
+def one_of_three(run: Any, step: int) -> torch.Tensor:
+    """Nobody goes back from the first, which is there while the next begins, nor from an evaluation."""
+    loss = run(**tokens(step + 40)).loss
+    with torch.no_grad():
+        run(**tokens(step + 50))
+    loss = run(**tokens(step)).loss
+    return loss
+
+
+def summed(run: Any, step: int) -> torch.Tensor:
+    return run(**tokens(step)).loss + 0.5 * run(**tokens(step + 60)).loss
+
+
+class Around(nn.Module):
+    """Several passes of the model, as one of a module for the plain loop."""
+
+    def __init__(self, loss_of: Loop) -> None:
+        super().__init__()
+        self.model, self.loss_of = zoo.build("gpt2").cuda(), loss_of
+
+    def named_parameters(self, *given: Any, **named: Any) -> Any:
+        return self.model.named_parameters(*given, **named)
+
+    def forward(self, step: int) -> zoo.Loss:
+        return zoo.Loss(self.loss_of(self.model, step), ())
+
+
+def anywhere(build: Callable[[], nn.Module], loss_of: Loop, sha: str, changes: dict[str, Any]) -> None:
+    """The same weights, and the budget kept, with everything on the card and with a third of it."""
+
+    def trained(**device: Any) -> dict[str, Any]:
+        engine = ebbtide.initialize(build(), config_of(device=CUDA | device, **changes))
+        try:
+            for step in range(STEPS):
+                engine.backward(loss_of(engine, step))
+                engine.step()
+            engine.check_integrity()
+            assert engine.weights_sha256() == sha
+            return engine.stats()
+        finally:
+            engine.close()
+
+    free = trained()
+    budget = free["non_model_peak"] + sum(free["tags"]["device"].values()) // 3
+    tight = trained(memory=budget)
+    assert tight["moved_bytes"]["host_to_device"] > free["moved_bytes"]["host_to_device"]
+    assert tight["peak_bytes"]["device"] <= budget
+
+
+@pytest.mark.parametrize("loss_of", [one_of_three, summed])
+def test_several_passes_for_a_step(loss_of: Loop) -> None:
+    sha = reference.train(Around(loss_of), lambda step: {"step": step}, STEPS, lr=LR)[0]
+    anywhere(lambda: zoo.build("gpt2"), loss_of, sha, {"clip": None})
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", [Listed, Read])
+def test_regions_that_read_weights(kind: Any, trained: bool) -> None:
+    def given(step: int) -> dict[str, Any]:
+        return {key: value.cuda() for key, value in rows(step).items()}
+
+    sha = reference.train(kind(trained).cuda(), given, STEPS, precision="fp32", lr=LR)[0]
+    config = {"precision": "fp32", "clip": None, "layout": "tensor"}
+    anywhere(lambda: kind(trained), lambda engine, step: engine(**given(step)).loss, sha, config)
 
 
 @pytest.mark.parametrize("updates", ["exact", "in-backward"])
