@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ebbtide
+import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError
-from harness import Run, batch_of, config_of, expected, run
+from harness import LR, Run, batch_of, config_of, expected, run
 from test_exact import CHANGES, MODES
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -239,3 +242,43 @@ def test_a_copy_on_ssd_does_not_stand_for_one_on_the_host(
     monkeypatch.setattr("ebbtide.run.recording.trace_symbolically", refuse)
     done = run("gpt2", "none", STEPS, on_ssd(folder, device={"memory": 6_000_000}, host={"memory": 700_000}))
     assert done.sha == expected("gpt2", "none", STEPS)[0]
+
+
+class Recurrent(nn.Module):
+    """One chunk, and activations that push its parameters and its gradients out in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(128, 32)
+        self.rnn = nn.RNN(32, 32, batch_first=True)
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, ids: torch.Tensor) -> zoo.Loss:
+        return zoo.Loss(self.last(self.rnn(self.embedding(ids))[0]).square().mean(), ())
+
+
+def test_what_leaves_has_its_place_on_the_host_where_copies_of_all_have_none(folder: Path) -> None:
+    """A pass is refused before it runs, or not at all."""
+
+    def given(step: int) -> dict[str, torch.Tensor]:
+        return {"ids": torch.randint(128, (1, 40), generator=torch.Generator().manual_seed(step))}
+
+    sha = reference.train(Recurrent(), given, STEPS, precision="fp32", lr=LR)[0]
+    ran, refused = 0, 0
+    for device, host in product(range(164_000, 206_000, 6_000), (470_000, 600_000)):
+        tiers = {"device": {"memory": device}, "host": {"memory": host}, "chunk_size": "256KiB"}
+        config = on_ssd(folder, precision="fp32", clip=None, layout="page", **tiers)
+        engine = ebbtide.initialize(Recurrent(), config)
+        try:
+            for step in range(STEPS):
+                engine.backward(engine(**given(step)).loss)
+                engine.step()
+            assert engine.weights_sha256() == sha
+            ran += 1
+        except BudgetError as error:
+            assert engine.steps == 0 and "model data" in str(error), (device, host, error)
+            refused += 1
+        finally:
+            engine.close()
+    assert ran > 5 and refused > 1

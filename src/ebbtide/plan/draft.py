@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add, sub
@@ -261,27 +261,38 @@ def _with_evicted(
         i for i, (kind, chunk) in enumerate(shape.items) if kind == PARAM and not shape.state_bytes[chunk]
     }
     evicted = {m.item for m in residency.moves if not m.fetch and (m.traffic or m.item in frozen)}
-    copies = {kind: Paged(shape, shape.parameter_bytes) for kind in (PARAM, GRAD)}
-    extra = 0
-    for item in evicted:
-        kind, chunk = shape.items[item]
-        lives_there = bool(shape.state_bytes[chunk]) and chunk not in device
-        if not (lives_there or (host.keep and kind == PARAM)):
-            extra += copies[kind].put(chunk) if kind in copies else shape.sizes[item]
+    waiting = 0
     if settings.in_backward and not settings.take_over:
         # Of the two that wait for their updates, one may be among these.
-        waiting = largest_on_host(shape, range(shape.chunks), shape.gradient_bytes)
         events = _waits(shape, record, device, settings.straight)
         events += [] if settings.straight else _returning(shape, residency)
-        extra += max(0, _incomplete(shape, events) - waiting)
-    if settings.ssd and host.host_bytes + extra > settings.host:  # state makes room for it
+        beside = largest_on_host(shape, range(shape.chunks), shape.gradient_bytes)
+        waiting = max(0, _incomplete(shape, events) - beside)
+    extra = _evicted_bytes(shape, evicted, device, host.keep) + waiting
+    for _ in range(2):
+        if not settings.ssd or host.host_bytes + extra <= settings.host:
+            break
+        # State makes room for it, or the copies of all parameters do: then those that leave want places of their own.
         host = fill_host(shape, device, replace(settings, host=max(1, settings.host - extra)))
+        extra = _evicted_bytes(shape, evicted, device, host.keep) + waiting
     needed = host.host_bytes + extra
     if not extra:
         return host
     if needed - settings.host > host.short:
         return replace(host, host_bytes=needed, short=needed - settings.host, tier="host")
     return replace(host, host_bytes=needed)
+
+
+def _evicted_bytes(shape: ModelShape, evicted: Iterable[int], device: frozenset[int], keep: bool) -> int:
+    """Bytes of host that these items take beside what lives there, and the copies of all parameters if it keeps them."""
+    copies = {kind: Paged(shape, shape.parameter_bytes) for kind in (PARAM, GRAD)}
+    found = 0
+    for item in evicted:
+        kind, chunk = shape.items[item]
+        lives_there = bool(shape.state_bytes[chunk]) and chunk not in device
+        if not (lives_there or (keep and kind == PARAM)):
+            found += copies[kind].put(chunk) if kind in copies else shape.sizes[item]
+    return found
 
 
 _Events = list[tuple[int, bool, int]]
