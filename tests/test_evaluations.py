@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -282,3 +283,83 @@ def test_beside_gradients_that_wait_for_their_step(host: int | str) -> None:
             engine.close()
     assert ran > 5 and evaluated > 10
     assert not refused or host != "64MB"
+
+
+class Says(nn.Module):
+    """Its outputs are the largest of what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(16))
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits = self.head(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten())}
+
+
+def before_the_step(engine: ebbtide.Engine) -> Iterator[None]:
+    while True:
+        out = engine(ids(2))
+        engine.backward(out["loss"])
+        with torch.no_grad():
+            engine(ids(2))
+        engine.step()
+        del out
+        yield
+
+
+def after_the_step(engine: ebbtide.Engine) -> Iterator[None]:
+    """The next step has what was evaluated last."""
+    while True:
+        out = engine(ids(2))
+        engine.backward(out["loss"])
+        engine.step()
+        with torch.no_grad():
+            for rows in (4, 8, 8, 6):
+                seen = engine(ids(rows))
+        yield
+        assert seen is not None
+
+
+def by_one_name(engine: ebbtide.Engine) -> Iterator[None]:
+    while True:
+        for rows in (2, 3, 5, 2, 5, 3):
+            out = engine(ids(rows))
+            engine.backward(out["loss"])
+            engine.step()
+        yield
+        with torch.no_grad():
+            for _ in range(2):
+                out = engine(ids(9))
+        assert out is not None
+
+
+@pytest.mark.parametrize("unmanaged", [[], ["table.weight"]], ids=["", "unmanaged"])
+@pytest.mark.parametrize("loop", [before_the_step, after_the_step, by_one_name])
+def test_beside_outputs_that_are_still_held(loop: Any, unmanaged: list[str]) -> None:
+    """Those of the training pass, of the evaluation before, and of another batch."""
+    ran = refused = 0
+    for memory in (*range(60_000, 500_000, 20_000), 700_000):
+        tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
+        settings = Config.read(config_of(precision="fp32", unmanaged=unmanaged, **tiers))
+        engine = Engine(Says(), settings, tiers=open_tiers(settings))
+        turns = loop(engine)
+        try:
+            for _ in range(4):
+                with Count(engine) as count:
+                    next(turns)
+                assert count.peak <= memory, (memory, count.peak - memory)
+            engine.check_integrity()
+            ran += 1
+        except BudgetError as error:
+            assert error.short > 0
+            refused += 1
+        finally:
+            engine.close()
+    assert ran > 5 and refused > 1

@@ -103,6 +103,10 @@ class Record:
     """The last moment that began before backward; -1 where that is not known."""
     at_backward: int = -1
     """Bytes of non-model data when backward began; -1 where that is not known."""
+    carried: int = 0
+    """Bytes of earlier passes' outputs that forward's moments have."""
+    aside: int = 0
+    """And those that backward's have."""
 
     @property
     def flops(self) -> int:
@@ -148,4 +152,4 @@ class Record:
         moments = tuple(
             replace(m, peak=m.peak + count) if j <= end else m for j, m in enumerate(self.moments)
         )
-        return replace(self, moments=moments)
+        return replace(self, moments=moments, carried=self.carried + count)

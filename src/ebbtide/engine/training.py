@@ -162,6 +162,8 @@ class Engine(ByName, Saved, Stepping):
         session = self._session
         idle = session.idle
         found = self._forward(args, kwargs)
+        if not session.planning.roomy:
+            session.outputs.add(found)
         if not session.idle and torch.is_grad_enabled():
             ways = ways_back(found)
             if idle and ways == []:

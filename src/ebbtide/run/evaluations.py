@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import PARAM
+from ebbtide.plan.uses import SCALARS
 from ebbtide.run.imagining import Imagining
 from ebbtide.run.room import Room
 
@@ -41,12 +42,18 @@ class Evaluations:
             self._remember(_shapes(args, kwargs), True, max(plan.levels, default=0))
 
     def make_room(
-        self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], planned: int, pinned: bool
+        self,
+        signature: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        planned: int,
+        pinned: bool,
+        held: int,
     ) -> bool:
         """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than the
         `planned` bytes that the plan at hand has for training: its batches may have been larger before. `pinned`:
         parameters may not leave, or gradients are there, so that there is less room than training has, and what it takes
-        has to be known."""
+        has to be known. `held`: bytes of outputs that the loop holds."""
         shapes = _shapes(args, kwargs)
         if shapes is None:
             return False
@@ -57,7 +64,8 @@ class Evaluations:
         elif any(trains and ratio <= 1.0 and level <= planned for ratio, trains, level in measures):
             return False
         near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
-        little = min((one for one in near if self._is_little(one)), default=-1)
+        beside = max(0, max(held, self._left) - self._room.held)
+        little = min((one for one in near if self._is_little(one + beside)), default=-1)
         level = self._known.get((shapes, False), little)
         if level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
@@ -65,12 +73,17 @@ class Evaluations:
                 trained = min((one for ratio, trains, one in measures if trains and ratio <= 1.0), default=0)
                 self._room.raise_level(max(trained, self._room.level), guess=True)
                 return False
-            level = record.peak
+            level = record.peak + SCALARS
             self._remember(shapes, False, level)
-        if level <= planned and not pinned:
+        if level + beside <= planned and not pinned:
             return False
-        self._room.raise_level(max(level, 0 if self._room.guessed else self._room.level))
+        self._room.raise_level(max(level + beside, 0 if self._room.guessed else self._room.level))
         return True
+
+    @property
+    def _left(self) -> int:
+        """Bytes that a training pass leaves: of its outputs, and of gradients outside the chunks until the update."""
+        return 0 if self._plan is None else max(0, self._plan.record.between - self._plan.record.fixed)
 
     def _is_little(self, level: int) -> bool:
         """Whether there is room for it beside what cannot leave and any two chunks of parameters."""

@@ -31,6 +31,7 @@ from ebbtide.run.imagining import Imagining
 from ebbtide.run.lockfree import LockFree
 from ebbtide.run.mixtures import Layer, find_layers
 from ebbtide.run.model import ModelData, specs_of
+from ebbtide.run.outputs import Outputs
 from ebbtide.run.planning import Planning
 from ebbtide.run.ranks import Ranks
 from ebbtide.run.recording import Recording
@@ -138,6 +139,7 @@ class Machinery:
         saved = self.room.activations is not None
         self.imagining = Imagining(self.module, self.data, self.interceptor, self.unmanaged, saved)
         self.evaluations = Evaluations(self.imagining, self.room)
+        self.outputs = Outputs(self.backend)
         if companions is not None and companions.split:
             self.imagining.obstacle = (
                 "tensor parallelism has split the model: its collectives cannot be imagined"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Recording:
         """Bytes of a GPU that others than the engine had when it began."""
         self._before = 0
         """Bytes that the meter saw when the pass began, and those of state that is to come."""
+        self._carried = self._aside = 0
+        """Of what the meter sees, outputs of earlier passes: in forward, and in backward."""
         self._over: tuple[Record, Any, int] | None = None
         kept.claimed = self._claim
 
@@ -47,8 +50,10 @@ class Recording:
             there = self._unmanaged.fixed_bytes() - self._unmanaged.missing_bytes()
             self._beside = max(0, found - there)
 
-    def start(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def start(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: int) -> None:
+        """`held`: bytes of earlier passes' outputs. An allocator counts all; a meter of storages, those it saw made."""
         backend = self._backend
+        self._carried = self._aside = held if backend.kind == "cuda" else 0
         if backend.kind == "cuda":
             self._meter = AllocatorMeter(backend.device, lambda: backend.held()["device"], self._beside)
             fixed = self._unmanaged.missing_bytes()  # the rest is among what the allocator counts
@@ -66,6 +71,10 @@ class Recording:
         )
         self.recorder = Recorder(signature, self._meter, fixed, inputs)
 
+    def reverse(self, held: int) -> None:
+        """Backward begins, with so many bytes of earlier passes' outputs."""
+        self._aside = min(self._aside, held)
+
     def metered(self) -> AbstractContextManager[Any]:
         """Around a pass."""
         return self._meter if isinstance(self._meter, StorageMeter) and self.recorder else nullcontext()
@@ -77,7 +86,8 @@ class Recording:
         if isinstance(self._meter, StorageMeter):
             for storage in self._unmanaged.gradients():
                 self._meter.disown(storage)  # every moment has it by now
-        self._over = (self.recorder.finish(), self._meter, self._before)
+        record = replace(self.recorder.finish(), carried=self._carried, aside=self._aside)
+        self._over = (record, self._meter, self._before)
         self.abandon()
         return True
 

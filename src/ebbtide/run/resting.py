@@ -110,7 +110,7 @@ class Resting:
         gradients = sum(
             self._updates.gradient_bytes(m) for m, p in enumerate(data.parameters) if p.requires_grad
         )
-        spare = room.budget("device") - plan.highest - unused - gradients
+        spare = room.budget("device") - room.held - plan.highest - unused - gradients
         return not any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks)
 
     def forward(self) -> None:

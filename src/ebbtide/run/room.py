@@ -41,6 +41,8 @@ class Room:
         """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
         self.fixed = 0
         """Of it, what stays between passes: parameters outside the chunks, and buffers."""
+        self.held = 0
+        """Beside the level: outputs of passes before that somebody still holds, as far as no plan knows of them."""
         self.foreseen = False
         """The level is that of an evaluation that was imagined, whether there is a plan or not."""
         self.most_elsewhere = 0
@@ -103,20 +105,31 @@ class Room:
             return
         for room in everyone:
             if room is not self and room.course.phase == IDLE:
-                room.level, room.guessed = room.fixed, False
+                room.level, room.held, room.guessed = room.fixed, 0, False
             room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
         self.set_level(self.level, self.guessed)
 
     def elsewhere(self) -> int:
         """Bytes of non-model data of other engines. What is a guess there keeps nobody else from anything."""
         others = (other for one in self._others if (other := one()) is not None)
-        return sum(other.level for other in others if not other.guessed)
+        return sum(other.level + other.held for other in others if not other.guessed)
 
     def set_level(self, level: int, guess: bool = False) -> None:
         elsewhere = self.elsewhere() if self._others else 0
         self.level, self.guessed = level, guess
         self.most_elsewhere = max(elsewhere, self.most_elsewhere)
-        self.ledger.set_level("device", level, guess, elsewhere)
+        self.ledger.set_level("device", level + self.held, guess, elsewhere)
+
+    def hold(self, count: int, guess: bool = False) -> None:
+        """So much is held from now on. Where what comes is a guess, as far as chunks have somewhere to go."""
+        try:
+            self._make_on_device(count - self.held, rising=True, guess=guess)
+        except BudgetError:
+            if not guess:
+                raise
+            count = max(0, self._most() + self.held - self.level)
+        self.held = count
+        self.set_level(self.level, self.guessed)
 
     def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
@@ -144,7 +157,8 @@ class Room:
 
     def _most(self) -> int:
         """What of the device's budget nothing is reserved in, and no other engine's non-model data."""
-        return max(0, self.ledger.budgets["device"] - self.ledger.reserved["device"] - self.elsewhere())
+        taken = self.ledger.reserved["device"] + self.elsewhere() + self.held
+        return max(0, self.ledger.budgets["device"] - taken)
 
     def spare(self) -> int:
         """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
@@ -162,7 +176,7 @@ class Room:
         plan = self.course.plan
         if plan is None or not self.course.on_track:
             return False
-        return needed <= self.budget("device") - plan.static_bytes - plan.in_use
+        return needed <= self.budget("device") - self.held - plan.static_bytes - plan.in_use
 
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
@@ -171,7 +185,7 @@ class Room:
         length = len(plan.record.moments) if plan is not None else 0
         if plan is None or self.activations is None or place >= length * plan.accumulate:
             return 0
-        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place]
+        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place] - self.held
         return self.activations.depart(place % length, -1 if wait else free)
 
     def _hurry(self, needed: int) -> bool:
@@ -252,7 +266,8 @@ class Room:
             f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
             tier="device",
             short=short,
-            advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size",
+            advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size"
+            + (f", or let go of outputs of passes before ({format_size(self.held)})" if self.held else ""),
         )
 
     def ask(self, short: Callable[[], int]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from ebbtide.backend.real import on_real_memory, real
 from ebbtide.config import Config
 from ebbtide.kernels import Kernels
+from ebbtide.plan.draft import Plan
 from ebbtide.run.companions import Companions
 from ebbtide.run.course import IDLE, RUNNING, UPDATING
 from ebbtide.run.machinery import Machinery
@@ -89,9 +90,12 @@ class Session(Machinery):
                 before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
                 planned = max(plan.levels, default=0) if plan is not None else -1
+                self._hold(plan, self.outputs.nbytes, guess=True)
                 # Gradients, too, may have taken room that training's activations had.
                 pinned = any(self.places.residing) or self.micro > 0
-                self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, planned, pinned)
+                self.room.foreseen = self.evaluations.make_room(
+                    signature, args, kwargs, planned, pinned, self.outputs.nbytes
+                )
                 if not self.room.foreseen:
                     level = self.homes.first_level(self.shape) if plan is None else planned
                     self.room.raise_level(max(level, self.room.level), guess=True)
@@ -136,8 +140,9 @@ class Session(Machinery):
         plan = self.planning.adopt(known) if known is not None else None
         if plan is not None and not self.planning.roomy:
             self.evaluations.trained(plan, args, kwargs)
+        self.outputs.begin()
         if known is None or known.stale or known.record.source != "live":
-            self.recording.start(signature, args, kwargs)
+            self.recording.start(signature, args, kwargs, self.outputs.old)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
             self.homes.settle()
@@ -147,12 +152,18 @@ class Session(Machinery):
             self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
             self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
-        self.resting.begin(known, plan, offset)
         try:
+            self._hold(plan, self.outputs.old, guess=plan is None)
+            self.resting.begin(known, plan, offset)
             self.executor.begin(plan, self.recording.recorder, offset)
         except BaseException:
             self.abandon()
             raise
+
+    def _hold(self, plan: Plan | None, count: int, guess: bool) -> None:
+        """Outputs of passes before are there beside what the plan knows of them."""
+        if not self.planning.roomy:
+            self.room.hold(max(0, count - (plan.record.carried if plan is not None else 0)), guess)
 
     def _begin_another(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A second forward before one backward belongs to the same pass. Where its plan has none it gets its own,
@@ -230,6 +241,8 @@ class Session(Machinery):
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
         self.planning.portion.go_on()
         over = self.idle
+        if not over:
+            self._let_go_of_old()
         self.executor.reverse()
         if not last:
             self.resting.rule_out()
@@ -246,6 +259,13 @@ class Session(Machinery):
             self._finish_pass()
         else:
             self.executor.turn()
+
+    def _let_go_of_old(self) -> None:
+        """Backward begins: most loops hold no outputs any more but those that they go back from."""
+        old, plan = self.outputs.old, self.course.plan
+        self.recording.reverse(old)
+        if not self.planning.roomy:
+            self.room.hold(max(0, old - (plan.record.aside if plan is not None else 0)), guess=True)
 
     def _finish_pass(self) -> None:
         if self.resting.now:

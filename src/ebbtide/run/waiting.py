@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.shape import ModelShape
@@ -21,6 +19,7 @@ from ebbtide.record import Record
 from ebbtide.run.evaluations import PLAIN
 from ebbtide.run.imagining import Imagining
 from ebbtide.run.model import ModelData
+from ebbtide.run.outputs import leaves
 from ebbtide.run.traces import Known, Traces
 
 _KEY = "ebbtide: outputs of a forward pass"
@@ -140,17 +139,9 @@ def _beside(record: Record, count: int, theirs: int) -> Record:
 def ways_back(output: Any) -> list[torch.Tensor] | None:
     """Those of a forward pass's outputs that one can go back from. None where that cannot be told: who returns something
     of their own knows."""
-    leaves = list(_leaves(output))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not tensors or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+    found = list(leaves(output))
+    tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    if not tensors or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in found):
         return None
     ways = [tensor for tensor in tensors if tensor.requires_grad]
     return None if any(tensor.grad_fn is None for tensor in ways) else ways
-
-
-def _leaves(output: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tree_leaves([getattr(leaf, one.name, None) for one in fields(leaf)])
-        else:
-            yield leaf
