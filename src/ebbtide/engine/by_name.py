@@ -60,6 +60,7 @@ class ByName(Held):
         if session.lock_free is not None:
             session.lock_free.begin_evaluation()
         session.executor.updater.flush()  # one by one they have room, not beside all parameters
+        session.hold_outputs()
         with session.places.resident():
             yield
 

@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.backend import Backend
@@ -27,13 +28,13 @@ class Outputs:
     def add(self, output: Any) -> None:
         """A pass has given this. The memory is what counts: a view of it keeps all."""
         for leaf in leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-                storage = leaf.untyped_storage()
-                if storage.device.type == self._backend.device.type and not self._backend.owns(
-                    storage._cdata
-                ):
-                    self._held[storage._cdata] = storage.nbytes(), weakref.ref(storage)
-                    self._old.discard(storage._cdata)
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or is_wrapper(leaf):
+                continue
+            storage = leaf.untyped_storage()
+            key = storage._cdata
+            if storage.device.type == self._backend.device.type and not self._backend.owns(key):
+                self._held[key] = storage.nbytes(), weakref.ref(storage)
+                self._old.discard(key)
 
     def begin(self) -> None:
         """A training pass begins: what is there is old."""

@@ -90,7 +90,7 @@ class Session(Machinery):
                 before, plan = self.room.level, self.course.plan
                 guessed = self.ledger.is_guess("device")
                 planned = max(plan.levels, default=0) if plan is not None else -1
-                self._hold(plan, self.outputs.nbytes, guess=True)
+                self.hold_outputs()
                 # Gradients, too, may have taken room that training's activations had.
                 pinned = any(self.places.residing) or self.micro > 0
                 self.room.foreseen = self.evaluations.make_room(
@@ -159,6 +159,11 @@ class Session(Machinery):
         except BaseException:
             self.abandon()
             raise
+
+    def hold_outputs(self) -> None:
+        """What the loop holds between passes has its room, as far as chunks have somewhere to go."""
+        if self.idle:
+            self._hold(self.course.plan, self.outputs.nbytes, guess=True)
 
     def _hold(self, plan: Plan | None, count: int, guess: bool) -> None:
         """Outputs of passes before are there beside what the plan knows of them."""
