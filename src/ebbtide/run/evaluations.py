@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ PLAIN = (int, float, str, type(None))
 
 
 class Evaluations:
-    def __init__(self, imagining: Imagining, room: Room) -> None:
-        self._imagining, self._room = imagining, room
+    def __init__(self, imagining: Imagining, room: Room, give_up: Callable[[int], int]) -> None:
+        """`give_up`: has so many bytes of optimizer state leave the device, until the next training pass."""
+        self._imagining, self._room, self._give_up = imagining, room, give_up
         self._known: OrderedDict[tuple[Shapes, bool], int] = OrderedDict()
         """By the shapes of a pass's input, and whether it trains: its bytes of non-model data, at the highest."""
         self._plan: Plan | None = None
@@ -65,7 +67,7 @@ class Evaluations:
             return False
         near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
         beside = max(0, max(held, self._left) - self._room.held)
-        little = min((one for one in near if self._is_little(one + beside)), default=-1)
+        little = min((one for one in near if self._short(one + beside) <= 0), default=-1)
         level = self._known.get((shapes, False), little)
         if level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
@@ -77,7 +79,9 @@ class Evaluations:
             self._remember(shapes, False, level)
         if level + beside <= planned and not pinned:
             return False
-        self._room.raise_level(max(level + beside, 0 if self._room.guessed else self._room.level))
+        level = max(level + beside, 0 if self._room.guessed else self._room.level)
+        self._give_up(self._short(level))
+        self._room.raise_level(level)
         return True
 
     @property
@@ -85,12 +89,13 @@ class Evaluations:
         """Bytes that a training pass leaves: of its outputs, and of gradients outside the chunks until the update."""
         return 0 if self._plan is None else max(0, self._plan.record.between - self._plan.record.fixed)
 
-    def _is_little(self, level: int) -> bool:
-        """Whether there is room for it beside what cannot leave and any two chunks of parameters."""
+    def _short(self, level: int) -> int:
+        """Bytes that are missing for it beside what cannot leave and any two chunks of parameters."""
         ledger, chunks = self._room.ledger, self._room.store.chunks.values()
-        largest = max((chunk.nbytes for chunk in chunks if chunk.kind == PARAM), default=0)
-        held = ledger.reserved["device"] - ledger.tags["device"].get(PARAM, 0)
-        return level + held + 2 * largest <= self._room.budget("device")
+        free = [chunk for chunk in chunks if chunk.kind == PARAM and not chunk.pins]
+        held = ledger.reserved["device"] - sum(chunk.nbytes for chunk in free if chunk.device is not None)
+        largest = max((chunk.nbytes for chunk in free), default=0)
+        return level + self._room.held + held + 2 * largest - self._room.budget("device")
 
     def _remember(self, shapes: Shapes | None, trains: bool, level: int) -> None:
         if shapes is not None:

@@ -6,7 +6,9 @@ import weakref
 from typing import Any
 
 from ebbtide.config import Config
+from ebbtide.errors import BudgetError
 from ebbtide.plan.draft import Plan
+from ebbtide.plan.uses import least_room
 from ebbtide.run.executor import Executor
 from ebbtide.run.homes import Homes
 from ebbtide.run.imagining import Imagining
@@ -14,6 +16,7 @@ from ebbtide.run.portion import Portion
 from ebbtide.run.sharing import Sharing
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.traces import Known, Traces
+from ebbtide.units import format_size
 
 
 class Planning:
@@ -65,6 +68,34 @@ class Planning:
         """With what others leave of the tiers by now."""
         self.portion.look()
         return self.portion.widened(lambda: self._traces.plan(known))
+
+    def hold(self, plan: Plan, count: int) -> None:
+        """A pass by this plan finds so many bytes of outputs of passes before, most likely until forward is over. State
+        leaves for them where nothing else can."""
+        if count:
+            length = len(plan.record.moments)
+            forward = length if plan.record.forward < 0 else plan.record.forward
+            levels = [
+                level + (count if place < length * plan.accumulate and place % length <= forward else 0)
+                for place, level in enumerate(plan.levels)
+            ]
+            needed = plan.static_bytes + least_room(levels, self._traces.shape.sizes, plan.uses)
+            self._make_room(needed, count)
+        self._room.hold(count)
+
+    def _make_room(self, needed: int, held: int) -> None:
+        budget = self._room.budget("device")
+        short = needed - budget
+        if short > 0 and self._sharing is None:
+            short -= self._homes.give_up(short)
+        if short > 0:
+            raise BudgetError(
+                f"device: this iteration needs at least {format_size(budget + short)}, with {format_size(held)} of "
+                f"outputs of passes before that are still held; {format_size(budget)} are there",
+                tier="device",
+                short=short,
+                advice=f"let go of them (del out), or raise device.memory by {short} bytes",
+            )
 
     def adopt(self, known: Known) -> Plan:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet

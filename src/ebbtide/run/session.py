@@ -153,7 +153,7 @@ class Session(Machinery):
             self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
         try:
-            self._hold(plan, self.outputs.old, guess=plan is None)
+            self._hold_old(plan)
             self.resting.begin(known, plan, offset)
             self.executor.begin(plan, self.recording.recorder, offset)
         except BaseException:
@@ -162,13 +162,19 @@ class Session(Machinery):
 
     def hold_outputs(self) -> None:
         """What the loop holds between passes has its room, as far as chunks have somewhere to go."""
-        if self.idle:
-            self._hold(self.course.plan, self.outputs.nbytes, guess=True)
+        if self.idle and not self.planning.roomy:
+            plan = self.course.plan
+            known = plan.record.carried if plan is not None else 0
+            self.room.hold(max(0, self.outputs.nbytes - known), guess=True)
 
-    def _hold(self, plan: Plan | None, count: int, guess: bool) -> None:
-        """Outputs of passes before are there beside what the plan knows of them."""
-        if not self.planning.roomy:
-            self.room.hold(max(0, count - (plan.record.carried if plan is not None else 0)), guess)
+    def _hold_old(self, plan: Plan | None) -> None:
+        """What it holds when a pass begins has its room beside what the plan knows of that."""
+        if self.planning.roomy:
+            return
+        if plan is None:
+            self.room.hold(self.outputs.old, guess=True)
+        else:
+            self.planning.hold(plan, max(0, self.outputs.old - plan.record.carried))
 
     def _begin_another(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A second forward before one backward belongs to the same pass. Where its plan has none it gets its own,
