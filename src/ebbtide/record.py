@@ -120,6 +120,11 @@ class Record:
         return self.moments[self.forward].peak - self.fixed if self.forward >= 0 else 0
 
     @property
+    def left(self) -> int:
+        """Bytes that the pass leaves: of its outputs, of the next input, and of gradients outside the chunks."""
+        return max(0, self.between - self.fixed)
+
+    @property
     def peak(self) -> int:
         return max((moment.peak for moment in self.moments), default=self.fixed)
 

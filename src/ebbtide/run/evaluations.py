@@ -66,7 +66,8 @@ class Evaluations:
         elif any(trains and ratio <= 1.0 and level <= planned for ratio, trains, level in measures):
             return False
         near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
-        beside = max(0, max(held, self._left) - self._room.held)
+        left = 0 if self._plan is None else self._plan.record.left
+        beside = max(0, max(held, left) - self._room.held)
         little = min((one for one in near if self._short(one + beside) <= 0), default=-1)
         level = self._known.get((shapes, False), little)
         if level < 0:
@@ -83,11 +84,6 @@ class Evaluations:
         self._give_up(self._short(level))
         self._room.raise_level(level)
         return True
-
-    @property
-    def _left(self) -> int:
-        """Bytes that a training pass leaves: of its outputs, and of gradients outside the chunks until the update."""
-        return 0 if self._plan is None else max(0, self._plan.record.between - self._plan.record.fixed)
 
     def _short(self, level: int) -> int:
         """Bytes that are missing for it beside what cannot leave and any two chunks of parameters."""

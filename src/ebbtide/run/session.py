@@ -80,14 +80,14 @@ class Session(Machinery):
     def evaluating(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Around a forward pass without gradients. Where nobody can say what its activations take, as much as those of
         training, as far as chunks have somewhere to go."""
-        before, guessed = None, False
+        before, held, guessed = None, 0, False
         with real(), torch.inference_mode(False), torch.no_grad():
             if self.lock_free is not None:
                 self.lock_free.begin_evaluation()
             self.executor.updater.bring_all()  # there is room for them in the moments of training
             if self.idle and not self.planning.roomy:
                 self.room.begin_turn()
-                before, plan = self.room.level, self.course.plan
+                before, held, plan = self.room.level, self.room.held, self.course.plan
                 guessed = self.ledger.is_guess("device")
                 planned = max(plan.levels, default=0) if plan is not None else -1
                 self.hold_outputs()
@@ -110,6 +110,7 @@ class Session(Machinery):
             if before is not None:
                 self.room.foreseen = False
                 with real(), torch.inference_mode(False), torch.no_grad():
+                    self.room.hold(held, guess=True)
                     self.room.go_back(before, guessed)
 
     @on_real_memory
@@ -164,7 +165,7 @@ class Session(Machinery):
         """What the loop holds between passes has its room, as far as chunks have somewhere to go."""
         if self.idle and not self.planning.roomy:
             plan = self.course.plan
-            known = plan.record.carried if plan is not None else 0
+            known = plan.record.left if plan is not None else 0
             self.room.hold(max(0, self.outputs.nbytes - known), guess=True)
 
     def _hold_old(self, plan: Plan | None) -> None:
