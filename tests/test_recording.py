@@ -63,15 +63,16 @@ def recording(card: Card) -> Recording:
     return made
 
 
-def a_pass(card: Card, recording: Recording, carried: int) -> None:
+def a_pass(card: Card, recording: Recording, carried: int, held: int = 0) -> None:
     """Forward makes 50 bytes more; at its end the loop lets go of what it had of the pass before, and backward of all
-    but 20."""
-    recording.start("train", (), {})
+    but 20. `held`: what it has of others all along."""
+    recording.start("train", (), {}, carried + held)
     assert recording.recorder is not None
     recording.recorder.moment(event(FORWARD, 0))
     card.hold(50)
     recording.recorder.moment(event(BACKWARD, 0))
     card.hold(-carried)
+    recording.reverse(held)
     recording.recorder.moment(event(BACKWARD, 1))
     card.hold(-30)
     recording.finish()
@@ -104,10 +105,21 @@ def test_what_the_loop_still_holds_is_counted_once(card: Card, recording: Record
     second = taken(recording)
     assert [moment.peak for moment in second.moments] == [moment.peak for moment in first.moments]
     assert second.between == first.between
+    assert (first.carried, first.aside) == (second.carried, second.aside) == (20, 0)
+
+
+def test_a_record_says_what_of_others_it_has(card: Card, recording: Recording) -> None:
+    """The allocator counts outputs that the loop holds of an evaluation, in backward, too."""
+    card.hold(40)
+    a_pass(card, recording, carried=0, held=40)
+    card.update()
+    record = taken(recording)
+    assert [moment.peak for moment in record.moments] == [ALL + 40 + 50 + 20] * 2 + [ALL + 40 + 50]
+    assert (record.carried, record.aside) == (60, 40)
 
 
 def test_chunks_that_come_are_no_activations(card: Card, recording: Recording) -> None:
-    recording.start("train", (), {})
+    recording.start("train", (), {}, 0)
     assert recording.recorder is not None
     meter = recording._meter
     recording.recorder.moment(event(FORWARD, 0))
