@@ -80,26 +80,16 @@ class Session(Machinery):
     def evaluating(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Around a forward pass without gradients. Where nobody can say what its activations take, as much as those of
         training, as far as chunks have somewhere to go."""
-        before, held, guessed = None, 0, False
-        with real(), torch.inference_mode(False), torch.no_grad():
-            if self.lock_free is not None:
-                self.lock_free.begin_evaluation()
-            self.executor.updater.bring_all()  # there is room for them in the moments of training
-            if self.idle and not self.planning.roomy:
-                self.room.begin_turn()
-                before, held, plan = self.room.level, self.room.held, self.course.plan
-                guessed = self.ledger.is_guess("device")
-                planned = max(plan.levels, default=0) if plan is not None else -1
-                self.hold_outputs()
-                # Gradients, too, may have taken room that training's activations had.
-                pinned = any(self.places.residing) or self.micro > 0
-                self.room.foreseen = self.evaluations.make_room(
-                    signature, args, kwargs, planned, pinned, self.outputs.nbytes
-                )
-                if not self.room.foreseen:
-                    level = self.homes.first_level(self.shape) if plan is None else planned
-                    self.room.raise_level(max(level, self.room.level), guess=True)
+        before: tuple[int, bool, int] | None = None
         try:
+            with real(), torch.inference_mode(False), torch.no_grad():
+                if self.lock_free is not None:
+                    self.lock_free.begin_evaluation()
+                self.executor.updater.bring_all()  # there is room for them in the moments of training
+                if self.idle and not self.planning.roomy:
+                    self.room.begin_turn()
+                    before = self.room.level, self.ledger.is_guess("device"), self.room.held
+                    self._make_room(signature, args, kwargs)
             with self.interceptor.scope():
                 yield
         except BaseException:
@@ -110,8 +100,22 @@ class Session(Machinery):
             if before is not None:
                 self.room.foreseen = False
                 with real(), torch.inference_mode(False), torch.no_grad():
+                    level, guessed, held = before
                     self.room.hold(held, guess=True)
-                    self.room.go_back(before, guessed)
+                    self.room.go_back(level, guessed)
+
+    def _make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For an evaluation."""
+        plan = self.course.plan
+        planned = max(plan.levels, default=0) if plan is not None else -1
+        self.hold_outputs()
+        # Gradients, too, may have taken room that training's activations had.
+        pinned = any(self.places.residing) or self.micro > 0
+        held = self.outputs.nbytes
+        self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, planned, pinned, held)
+        if not self.room.foreseen:
+            level = self.homes.first_level(self.shape) if plan is None else planned
+            self.room.raise_level(max(level, self.room.level), guess=True)
 
     @on_real_memory
     def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,6 +146,7 @@ class Session(Machinery):
         if plan is not None and not self.planning.roomy:
             self.evaluations.trained(plan, args, kwargs)
         self.outputs.begin()
+        self._hold_old(plan)
         if known is None or known.stale or known.record.source != "live":
             self.recording.start(signature, args, kwargs, self.outputs.old)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
@@ -153,9 +158,8 @@ class Session(Machinery):
             self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
             self.lock_free.begin_pass()
         self.updates.take_over = plan is not None and plan.take_over
+        self.resting.begin(known, plan, offset)
         try:
-            self._hold_old(plan)
-            self.resting.begin(known, plan, offset)
             self.executor.begin(plan, self.recording.recorder, offset)
         except BaseException:
             self.abandon()
