@@ -30,7 +30,10 @@ class Outputs:
         for leaf in leaves(output):
             if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or is_wrapper(leaf):
                 continue
-            storage = leaf.untyped_storage()
+            try:
+                storage = leaf.untyped_storage()
+            except NotImplementedError:
+                continue  # within a transform of torch.func; it goes with it
             key = storage._cdata
             if storage.device.type == self._backend.device.type and not self._backend.owns(key):
                 self._held[key] = storage.nbytes(), weakref.ref(storage)
