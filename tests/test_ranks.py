@@ -477,6 +477,37 @@ def test_a_gradient_that_comes_twice_counts_twice(uses: list[int]) -> None:
     assert found[0][1] == pytest.approx(alone, rel=1e-4)
 
 
+def again_plainly(uses: list[int], precision: str) -> str:
+    counts = iter([count for count in uses for _ in range(2)])
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = Again()
+
+        def forward(self, x: torch.Tensor) -> zoo.Loss:
+            return zoo.Loss(self.model(x, next(counts)), ())
+
+    def batch(number: int) -> dict[str, Any]:
+        step, rank = divmod(number, 2)
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        return {"x": x.requires_grad_()}
+
+    return reference.train(Both(), batch, len(uses), precision, lr=LR, clip=None, ranks=2)[0]
+
+
+@pytest.mark.parametrize("place", [{}, {"memory": 200_000}])
+@pytest.mark.parametrize("uses", [[2], [3, 1, 2, 2]])
+def test_gradients_of_one_weight_are_added_up_before_ranks_get_their_mean(
+    uses: list[int], place: dict[str, Any]
+) -> None:
+    """As autograd would have, whether a plan says how many come or nobody does."""
+    config = config_of(precision="fp32", chunk_size="8KiB", clip=None, device=place)
+    wanted = group_of(2).run(again_plainly, uses, "fp32")[0]
+    assert {sha for sha, _, _ in group_of(2).run(again, config, uses)} == {wanted}
+
+
 def again_alone(uses: list[int]) -> float:
     """The last gradient's norm, of both ranks' batches."""
     torch.manual_seed(0)
@@ -581,10 +612,12 @@ class Outside(nn.Module):
         self.inside = nn.Linear(64, 64)
         self.frozen = nn.Linear(64, 64).requires_grad_(False)
         self.outside = nn.Linear(64, 64)
+        self.empty = nn.Parameter(torch.zeros(0))
 
     def forward(self, x: torch.Tensor, all_of_it: bool) -> zoo.Loss:
         x = self.frozen(self.inside(x))
-        return zoo.Loss((self.outside(x) if all_of_it else x).square().mean(), ())
+        x = self.outside(x) if all_of_it else x
+        return zoo.Loss(x.square().mean() + self.empty.sum(), ())
 
 
 def outside() -> tuple[str, list[float | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError
-from harness import LR, Run, batch_of, config_of, expected, run
+from harness import LR, Count, Run, batch_of, config_of, expected, run
 from test_exact import CHANGES, MODES
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -282,3 +283,50 @@ def test_what_leaves_has_its_place_on_the_host_where_copies_of_all_have_none(fol
         finally:
             engine.close()
     assert ran > 5 and refused > 1
+
+
+class Wide(nn.Module):
+    """Weights of half a megabyte in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(64, 2048), (2048, 64)] * 4
+        self.layers = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+
+    def forward(self, x: torch.Tensor) -> zoo.Loss:
+        return zoo.Loss(self.layers(x).square().mean(), ())
+
+
+def test_weights_come_back_from_their_masters_on_ssd_in_portions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a separate master gradients take their weights' space. Whoever evaluates before the step wants these again;
+    a whole weight of a master beside them would be memory that no budget knows."""
+    monkeypatch.setattr("ebbtide.memory.glance.PORTION", 1024)
+    batch = {"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    tiers = {"device": {"memory": "6MB"}, "host": {"memory": 0}}
+    engine = ebbtide.initialize(Wide(), on_ssd(folder, master="separate", clip=None, **tiers))
+    session, backend = engine._session, engine._tiers.backend
+    try:
+        for step in range(3):
+            engine.backward(engine(**batch).loss)
+            assert session.updates.taken.members, "nothing was taken"
+            with Count(engine) as count:
+                monkeypatch.setattr(
+                    count, "backend", SimpleNamespace(owns=backend.owns, held=lambda: {"device": 0})
+                )
+                session.reclaim()
+            assert not session.updates.taken.away
+            if step:  # by then masters are on SSD
+                assert 0 < count.peak <= 2 * 4 * 1024 + 2 * 4096, f"{count.peak} bytes beside the budget"
+            engine.step()
+        assert engine.stats()["moved_bytes"]["ssd_read"] > 0
+        with engine.weights("layers.0.weight") as found:
+            before = found["layers.0.weight"].clone()
+        with engine.weights("layers.0.weight", write=True) as found:
+            found["layers.0.weight"].mul_(2)
+        with engine.weights("layers.0.weight") as found:
+            assert torch.equal(found["layers.0.weight"], before * 2)
+    finally:
+        engine.close()

@@ -15,6 +15,14 @@ from ebbtide.units import round_up
 
 ZEROS = 1 << 20
 """Bytes of them that are written again and again."""
+PORTION = 1 << 20
+"""Elements that are looked at together: enough for the disk's full speed, in memory that no budget counts."""
+
+
+def portions(count: int) -> Iterator[tuple[int, int]]:
+    """(start, number) of elements, in order."""
+    for start in range(0, count, PORTION):
+        yield start, min(PORTION, count - start)
 
 
 def peek(store: ChunkStore, chunk: Chunk, offset: int, count: int) -> torch.Tensor:
@@ -52,13 +60,14 @@ def _blocks(
     store.before_stored(chunk)
     disk, itemsize = store.ssd_space.disk, chunk.dtype.itemsize
     for stored in chunk.ssd:
-        first, last = max(offset, stored.first), min(offset + count, stored.first + stored.count)
-        if first >= last:
-            continue
-        start = (first - stored.first) * itemsize // BLOCK * BLOCK
-        end = min(round_up((last - stored.first) * itemsize, BLOCK), stored.extent.nbytes - stored.offset)
-        memory = torch.empty(end - start, dtype=torch.uint8)
-        disk.read(stored.extent, [memory], stored.offset + start).wait()
-        skipped = (first - stored.first) * itemsize - start
-        piece = memory[skipped : skipped + (last - first) * itemsize].view(chunk.dtype)
-        yield first - offset, piece, partial(disk.write, stored.extent, [memory], stored.offset + start)
+        begin, stop = max(offset, stored.first), min(offset + count, stored.first + stored.count)
+        for place, number in portions(stop - begin):
+            first = begin - stored.first + place
+            start = first * itemsize // BLOCK * BLOCK
+            end = min(round_up((first + number) * itemsize, BLOCK), stored.extent.nbytes - stored.offset)
+            memory = torch.empty(end - start, dtype=torch.uint8)
+            disk.read(stored.extent, [memory], stored.offset + start).wait()
+            skipped = first * itemsize - start
+            piece = memory[skipped : skipped + number * itemsize].view(chunk.dtype)
+            write = partial(disk.write, stored.extent, [memory], stored.offset + start)
+            yield begin - offset + place, piece, write

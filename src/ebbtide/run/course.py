@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ebbtide.memory.chunk import Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.evict import NEVER
@@ -21,6 +23,8 @@ class Course:
         """Whether execution is what the plan was made for, so far."""
         self.diverged = ""
         """Why it is not."""
+        self.uses: Counter[int] = Counter()
+        """By run: how often forward has asked for it."""
         self._clock = 0
         self._last = [-1] * chunks
         """By chunk: when its parameters were last wanted."""
@@ -32,6 +36,7 @@ class Course:
         self.position = offset - 1
         self.on_track = plan is not None
         self.diverged = ""
+        self.uses.clear()
 
     def advance(self) -> None:
         self._clock += 1

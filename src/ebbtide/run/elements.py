@@ -6,7 +6,7 @@ import torch
 
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Chunk, Slices, cut
-from ebbtide.memory.glance import peek, poke
+from ebbtide.memory.glance import peek, poke, portions
 from ebbtide.run.model import ModelData
 
 
@@ -34,6 +34,18 @@ def store_value(data: ModelData, member: int, value: torch.Tensor, kernels: Kern
     value, count = value[begin - first : end - first], end - begin
     offset = share.offset + begin - share.first
     copies = copies_of(data, member)
+    for start, number in portions(count):
+        _store(data, copies, offset + start, value[start : start + number], kernels)
+    for chunk, tier in copies:
+        data.store.written(chunk, tier)
+    if any(tier == "ssd" for _, tier in copies):
+        data.written_on_ssd(place.chunk)
+
+
+def _store(
+    data: ModelData, copies: list[tuple[Chunk, str]], offset: int, value: torch.Tensor, kernels: Kernels
+) -> None:
+    count = value.numel()
     changed = {chunk: torch.empty(count, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"}
     parts: list[Slices] = [
         [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, offset, count))
@@ -52,10 +64,6 @@ def store_value(data: ModelData, member: int, value: torch.Tensor, kernels: Kern
                 piece.copy_(value_there)
     for chunk, flat in changed.items():
         poke(data.store, chunk, offset, flat)
-    for chunk, tier in copies:
-        data.store.written(chunk, tier)
-    if changed:
-        data.written_on_ssd(place.chunk)
 
 
 def load_value(data: ModelData, member: int, kernels: Kernels) -> torch.Tensor:
@@ -74,12 +82,20 @@ def load_range(data: ModelData, member: int, first: int, out: torch.Tensor, kern
     share, count = data.shares[member], out.numel()
     if not count:
         return
-    offset = share.offset + first - share.first
+    offset, copies = share.offset + first - share.first, copies_of(data, member)
+    for start, number in portions(count):
+        _load(data, copies, offset + start, out[start : start + number], kernels)
+
+
+def _load(
+    data: ModelData, copies: list[tuple[Chunk, str]], offset: int, out: torch.Tensor, kernels: Kernels
+) -> None:
+    count = out.numel()
     parts: list[Slices] = [
         [(0, peek(data.store, chunk, offset, count))]
         if tier == "ssd"
         else list(chunk.slices(tier, offset, count))
-        for chunk, tier in copies_of(data, member)
+        for chunk, tier in copies
     ]
     for start, row in cut(parts, count):
         target = out[start : start + row[0].numel()]

@@ -301,6 +301,8 @@ class Executor:
     def _acquire(self, run: int, phase: int) -> None:
         if phase == FORWARD:
             self.reclaim(self.data.runs[run].parameters)
+            if self.course.phase == RUNNING:
+                self.course.uses[run] += 1
         if self.states.access(run):
             if self.recorder is not None:
                 self.recorder.begin(run, phase)

@@ -19,6 +19,7 @@ from ebbtide.errors import NonFiniteError, second_gradient
 from ebbtide.kernels.base import BLOCK
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import Chunk
+from ebbtide.plan.evict import NEVER
 from ebbtide.plan.shape import GRAD, WHOLE_GRAD
 from ebbtide.run.executor import Executor
 from ebbtide.run.sharing import Sharing
@@ -88,8 +89,13 @@ class SharedGradients:
             self._sharing.reductions.finish()
 
     def _times(self, member: int) -> int:
-        """How often a gradient comes in a backward, as far as it is known."""
-        plan = self._executor.course.plan
+        """How often a gradient comes in a backward. Where nobody knows, a weight that forward used again may have one for
+        each use (checkpointed regions): they are added up here first, wherever chunks are, so that the mean of their
+        sum is what the ranks get, and not the sum of their means."""
+        course = self._executor.course
+        plan = course.plan
+        if plan is None and not self._updates.in_backward and course.uses[self._data.run_of[member]] > 1:
+            return NEVER
         if plan is not self._plan:
             self._plan, self._wanted = plan, {}
             for arrival in plan.record.arrivals if plan is not None else ():

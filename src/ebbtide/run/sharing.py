@@ -328,10 +328,11 @@ class Sharing:
             flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
             if parameter.grad is not None:
                 flat = laid_like(parameter.grad, shape, stride, parameter.dtype)
-            received = torch.empty(self.ranks.size * flat.numel(), dtype=flat.dtype, device=flat.device)
-            self._crews[self.ranks.size].gather(received, flat).wait()
             mean = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)
-            self._kernels.sum_ranks(dense(mean), received, 1.0 / self.ranks.size)
+            if flat.numel():
+                received = torch.empty(self.ranks.size * flat.numel(), dtype=flat.dtype, device=flat.device)
+                self._crews[self.ranks.size].gather(received, flat).wait()
+                self._kernels.sum_ranks(dense(mean), received, 1.0 / self.ranks.size)
             found[name] = mean
         return found
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ebbtide.kernels import Kernels
-from ebbtide.memory.chunk import Slices, aligned, cut
-from ebbtide.memory.glance import peek
+from ebbtide.memory.chunk import Chunk, Slices, aligned, cut
+from ebbtide.memory.glance import peek, portions
 from ebbtide.run.model import ModelData
 from ebbtide.run.places import Places
 
@@ -55,18 +55,23 @@ class TakenSpace:
             home = self.homes[index]
             tier = self.store.near if home == "ssd" else home
             with self.places.placed(param, tier):
-                copy = list(param.slices(tier, share.offset, share.numel))
                 if home == "ssd":
                     self.store.settle(master)
-                    values: Slices = [(0, peek(self.store, master, share.offset, share.numel))]
+                    for start, count in portions(share.numel):
+                        values = peek(self.store, master, share.offset + start, count)
+                        self._rebuild(param, tier, share.offset + start, [(0, values)], count)
                 else:
-                    values = list(master.slices(tier, share.offset, share.numel))
-                for _, (target, source) in cut([copy, values], share.numel):
-                    self.kernels[tier].split(source, target, source)
+                    there = list(master.slices(tier, share.offset, share.numel))
+                    self._rebuild(param, tier, share.offset, there, share.numel)
                 self.store.written(param, tier)
             if tier == "host":
                 self.places.leave_stale(param)
             self.lost.discard(member)
+
+    def _rebuild(self, param: Chunk, tier: str, offset: int, values: Slices, count: int) -> None:
+        copy = list(param.slices(tier, offset, count))
+        for _, (target, source) in cut([copy, values], count):
+            self.kernels[tier].split(source, target, source)
 
     def reclaim(self, members: Iterable[int]) -> None:
         """Parameters are about to be used whose space may be taken."""

@@ -12,7 +12,7 @@ import torch
 from ebbtide.errors import StateError
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Chunk, Slices, cut
-from ebbtide.memory.glance import peek, poke
+from ebbtide.memory.glance import peek, poke, portions
 from ebbtide.run.elements import copies_of
 from ebbtide.run.model import ModelData
 from ebbtide.run.taken import TakenSpace
@@ -77,9 +77,20 @@ class Writes:
         share, copies = self._data.shares[member], copies_of(self._data, member)
         if len(copies) < 2:
             return  # no master yet
-        parts = [self._read(chunk, tier, share.offset, share.numel) for chunk, tier in copies]
+        changed = [
+            self._follow(copies, share.offset + start, count) for start, count in portions(share.numel)
+        ]
+        chunk, tier = copies[1]
+        if any(changed) and tier == "ssd":
+            self._data.written_on_ssd(chunk.index)
+        elif any(changed):
+            self._store.written(chunk, tier)
+
+    def _follow(self, copies: list[tuple[Chunk, str]], offset: int, count: int) -> bool:
+        """Whether the master has changed."""
+        parts = [self._read(chunk, tier, offset, count) for chunk, tier in copies]
         changed = False
-        for _, (parameter, master) in cut(parts, share.numel):
+        for _, (parameter, master) in cut(parts, count):
             here = master.cpu()
             if follow(parameter.cpu(), here, self._kernels):
                 changed = True
@@ -87,10 +98,8 @@ class Writes:
                     master.copy_(here)
         chunk, tier = copies[1]
         if changed and tier == "ssd":
-            poke(self._store, chunk, share.offset, parts[1][0][1])
-            self._data.written_on_ssd(chunk.index)
-        elif changed:
-            self._store.written(chunk, tier)
+            poke(self._store, chunk, offset, parts[1][0][1])
+        return changed
 
     def _read(self, chunk: Chunk, tier: str, offset: int, count: int) -> Slices:
         if tier == "ssd":

@@ -9,7 +9,7 @@ from torch import nn
 
 from ebbtide.errors import ConfigError, StateError, nearest
 from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.glance import peek
+from ebbtide.memory.glance import peek, portions
 from ebbtide.memory.parts import part_like, split_of
 from ebbtide.run import elements
 from ebbtide.run.model import dense
@@ -138,7 +138,8 @@ def copy_out(session: Session, chunk: Chunk, offset: int, out: torch.Tensor) -> 
     session.store.settle(chunk, host=True)
     tier = tier_of(chunk)
     if tier == "ssd":
-        out.copy_(peek(session.store, chunk, offset, out.numel()))
+        for start, count in portions(out.numel()):
+            out[start : start + count] = peek(session.store, chunk, offset + start, count)
         return
     for start, piece in chunk.slices(tier, offset, out.numel()):
         out[start : start + piece.numel()].copy_(piece)
