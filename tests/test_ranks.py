@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ebbtide
 import reference
 import zoo
-from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.run.wishes import REDUCE
 from group import Group, RankError, group_of
 from harness import LR, Count, batch_of, config_of
@@ -394,6 +394,39 @@ def test_users_may_talk_in_between(updates: str) -> None:
             assert (ended > 6) == (early and rank == 1 and updates == "exact")
             assert not reductions  # they are promised
     assert len(shas) == 1
+
+
+def crowded(config: dict[str, Any], outputs: int) -> tuple[str, bool]:
+    """Between steps all weights are to stay on the device; the second rank holds so many evaluations' outputs."""
+    rank, _ = rank_of()
+    engine = ebbtide.initialize(zoo.build("gpt2"), config)
+    held, refused = [], False
+    for number in range(4):
+        engine.backward(engine(**zoo.ZOO["gpt2"].batch(number * 2 + rank)).loss)
+        engine.step()
+        if number == 2 and rank == 1:
+            with torch.no_grad():
+                held = [engine(input_ids=torch.arange(10).repeat(20, 1)).logits for _ in range(outputs)]
+        try:
+            with engine.resident(), torch.no_grad():
+                assert engine(input_ids=torch.arange(10).view(1, 10)).logits.isfinite().all()
+        except BudgetError:
+            refused = True
+        engine.check_integrity()
+        held.clear()
+    sha = engine.weights_sha256()
+    engine.close()
+    return sha, refused
+
+
+@pytest.mark.parametrize("memory", [1_300_000, 1_400_000])  # gradients in slices, and whole
+def test_a_rank_that_has_no_room_for_all_weights_keeps_nobody_waiting(memory: int) -> None:
+    """It is refused, and the others have them."""
+    config = config_of(device={"memory": memory}, host={"memory": "64MB"})
+    (wanted, _), _ = group_of(2).run(crowded, config, 0)
+    found = group_of(2).run(crowded, config, 4, patience=60)
+    assert [sha for sha, _ in found] == [wanted] * 2
+    assert [refused for _, refused in found] == [False, True]
 
 
 class Broken(RuntimeError):

@@ -1,4 +1,5 @@
-"""Elements of a chunk's copy on SSD, read and written there: for values by name, which are few or come once."""
+"""Elements of a chunk's copy, read and written where it is, on SSD, too: for values by name, which are few or come
+once."""
 
 from __future__ import annotations
 
@@ -38,6 +39,23 @@ def poke(store: ChunkStore, chunk: Chunk, offset: int, values: torch.Tensor) -> 
     for place, piece, write in _blocks(store, chunk, offset, values.numel()):
         piece.copy_(values[place : place + piece.numel()])
         write().wait()
+
+
+def tier_of(chunk: Chunk) -> str:
+    """Where a newest copy is."""
+    return next(tier for tier in ("host", "device", "ssd") if chunk.valid_on(tier))
+
+
+def copy_out(store: ChunkStore, chunk: Chunk, offset: int, out: torch.Tensor) -> None:
+    """A chunk's elements from `offset` on, from whatever tier has them."""
+    store.settle(chunk, host=True)
+    tier = tier_of(chunk)
+    if tier == "ssd":
+        for start, count in portions(out.numel()):
+            out[start : start + count] = peek(store, chunk, offset + start, count)
+        return
+    for start, piece in chunk.slices(tier, offset, out.numel()):
+        out[start : start + piece.numel()].copy_(piece)
 
 
 def clear(store: ChunkStore, chunk: Chunk) -> None:

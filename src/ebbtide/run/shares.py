@@ -89,9 +89,9 @@ class SharedGradients:
             self._sharing.reductions.finish()
 
     def _times(self, member: int) -> int:
-        """How often a gradient comes in a backward. Where nobody knows, a weight that forward used again may have one for
-        each use (checkpointed regions): they are added up here first, wherever chunks are, so that the mean of their
-        sum is what the ranks get, and not the sum of their means."""
+        """How often a gradient comes in a backward. Where nobody knows, a weight that forward used again may have one
+        for each use (checkpointed regions): they are added up here first, wherever chunks are, so that the mean of
+        their sum is what the ranks get, and not the sum of their means."""
         course = self._executor.course
         plan = course.plan
         if plan is None and not self._updates.in_backward and course.uses[self._data.run_of[member]] > 1:

@@ -12,18 +12,19 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from ebbtide.backend.base import Event
 from ebbtide.backend.cpu import OVER
-from ebbtide.errors import RanksError
+from ebbtide.errors import BudgetError, RanksError
 from ebbtide.kernels import Kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import WIRE, Chunk
+from ebbtide.memory.glance import copy_out
 from ebbtide.plan.shape import WHOLE
 from ebbtide.run.ahead import Ahead
 from ebbtide.run.crews import Crew, Pending
@@ -98,6 +99,8 @@ class Sharing:
 
     def gather(self, index: int) -> None:
         """Starts bringing a whole chunk to the device; other ranks are served until it is this one's turn."""
+        if self.reductions.in_slices:
+            self._make_room(index)  # before they count on it, for nothing could be received elsewhere
         while self._serve(Wish(GATHER, index, self._round)) != (GATHER, index):
             continue
 
@@ -219,33 +222,66 @@ class Sharing:
         self._ahead.kept(wanted)
         return deed, index
 
+    def _make_room(self, index: int) -> None:
+        """For a slice and what is gathered from all."""
+        source, room = self._data.parameter_chunk(index), self._places.room
+        with self._places.placed(source, "device"), room.together([source]):
+            room.make_for(self._store.get(WHOLE, index), "device")
+
+    def _gather_beside(self, source: Chunk, crew: Crew, wanting: Sequence[int]) -> bool:
+        """Takes part in a gather for which this rank has no room: the others would wait for it. False where gradients
+        are exchanged in slices, for then it has none for this either."""
+        count = crew.size * source.nbytes
+        if self.reductions.in_slices or self.reductions.received.size < count:
+            return False
+        self.reductions.finish()
+        memory = self.reductions.received.take(count)
+        mine = crew.part(memory, crew.rank)
+        copy_out(self._store, source, 0, mine.view(source.dtype))
+        if len(wanting) == crew.size:
+            crew.gather(memory, mine).wait()
+        else:
+            crew.pass_on(memory if crew.rank in wanting else None, mine, wanting)
+        return True
+
     def _take_part(self, index: int) -> None:
         """In a gather that was promised, and that this rank has no use for."""
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
         self._data.notice_writes(index)
         self.reductions.finish()  # what came of it is where this goes
-        with self._places.placed(source, "device"):
-            assert source.device is not None
-            crew = self._crew(index)
-            crew.gather(self.reductions.received.take(whole.nbytes), source.device).wait()
+        crew = self._crew(index)
+        try:
+            with self._places.placed(source, "device"):
+                assert source.device is not None
+                crew.gather(self.reductions.received.take(whole.nbytes), source.device).wait()
+        except BudgetError:
+            if not self._gather_beside(source, crew, range(crew.size)):
+                raise
         self._store.traffic.moved[WIRE] += (crew.size - 1) * source.nbytes
 
     def _gather(self, index: int, wanting: Sequence[int]) -> None:
         """`wanting`: of all ranks."""
         source, whole = self._data.parameter_chunk(index), self._store.get(WHOLE, index)
-        crew, room = self._crew(index), self._places.room
+        crew = self._crew(index)
         wanting = crew.among(wanting)
         if not wanting:
             return
+        wants = crew.rank in wanting
         self._data.notice_writes(index)
-        with self._places.placed(source, "device"):
+        with ExitStack() as placed:
+            try:
+                if wants:
+                    self._make_room(index)
+                placed.enter_context(self._places.placed(source, "device"))
+            except BudgetError:
+                if not self._gather_beside(source, crew, wanting) or wants:
+                    raise
+                return
             mine = source.device
             assert mine is not None
-            if crew.rank not in wanting:
+            if not wants:
                 crew.pass_on(None, mine, wanting)
                 return
-            with room.together([source]):
-                room.make_for(whole, "device")
 
             def start(memory: torch.Tensor) -> tuple[Event, int]:
                 sent = (len(wanting) - 1) * source.nbytes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.glance import clear, poke
+from ebbtide.memory.glance import clear, copy_out, poke, tier_of
 from ebbtide.run import elements
 from ebbtide.run.model import dense
 from ebbtide.run.session import Session
@@ -91,7 +91,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
     place, share, space = session.data.places[member], session.data.shares[member], session.store
 
     def load(first: int, out: torch.Tensor) -> None:
-        values.copy_out(session, chunk, share.offset + first - share.first, out)
+        copy_out(space, chunk, share.offset + first - share.first, out)
 
     def store(first: int, found: torch.Tensor) -> None:
         begin, end = share.common(first, found.numel())
@@ -109,14 +109,14 @@ def _state(session: Session, member: int, chunk: Chunk) -> Part:
             poke(space, chunk, offset, found)
             session.streaming.note(place.chunk)
             return
-        tier = values.tier_of(chunk)
+        tier = tier_of(chunk)
         for start, piece in chunk.slices(tier, offset, found.numel()):
             piece.copy_(found[start : start + piece.numel()])
         space.written(chunk, tier)
 
     def lend(first: int, count: int) -> list[torch.Tensor] | None:
         space.settle(chunk, host=True)
-        found = chunk.stretch(values.tier_of(chunk), share.offset + first - share.first, count)
+        found = chunk.stretch(tier_of(chunk), share.offset + first - share.first, count)
         return None if found is None else [found]
 
     key = f"{chunk.kind}/{place.name}"

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import ConfigError, StateError, nearest
-from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.glance import peek, portions
+from ebbtide.memory.glance import copy_out
 from ebbtide.memory.parts import part_like, split_of
 from ebbtide.run import elements
 from ebbtide.run.model import dense
@@ -128,26 +127,9 @@ def _held(session: Session, name: str) -> torch.Tensor | None:
     flat = torch.empty(place.numel)
     if share.numel:
         chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
-        copy_out(session, chunk, share.offset, flat[share.first : share.first + share.numel])
+        copy_out(session.store, chunk, share.offset, flat[share.first : share.first + share.numel])
     session.data.collect(member, flat)
     return flat.as_strided(place.shape, place.stride)
-
-
-def copy_out(session: Session, chunk: Chunk, offset: int, out: torch.Tensor) -> None:
-    """A chunk's elements from `offset` on, from whatever tier has them."""
-    session.store.settle(chunk, host=True)
-    tier = tier_of(chunk)
-    if tier == "ssd":
-        for start, count in portions(out.numel()):
-            out[start : start + count] = peek(session.store, chunk, offset + start, count)
-        return
-    for start, piece in chunk.slices(tier, offset, out.numel()):
-        out[start : start + piece.numel()].copy_(piece)
-
-
-def tier_of(chunk: Chunk) -> str:
-    """Where a newest copy is."""
-    return next(tier for tier in ("host", "device", "ssd") if chunk.valid_on(tier))
 
 
 def state_dict(session: Session) -> dict[str, torch.Tensor]:
