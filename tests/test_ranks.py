@@ -396,6 +396,40 @@ def test_users_may_talk_in_between(updates: str) -> None:
     assert len(shas) == 1
 
 
+def advised(place: dict[str, dict[str, Any]], tries: int) -> list[tuple[str, int]]:
+    """What was short, until a step was done."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(tries):
+            config = config_of(**place)
+            if "ssd" in place:
+                config["ssd"] = {"folder": folder, **place["ssd"]}
+            engine = None
+            try:
+                engine = ebbtide.initialize(zoo.build("gpt2"), config)
+                engine.backward(engine(**zoo.ZOO["gpt2"].batch(rank_of()[0])).loss)
+                engine.step()
+                break
+            except BudgetError as error:
+                found.append((error.tier, error.short))
+                place[error.tier]["memory"] += error.short
+                assert f"{error.tier}.memory" in error.advice, error
+            finally:
+                if engine is not None:
+                    engine.close()
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("tiers", [{}, {"ssd": {"memory": "64MB"}}])
+def test_advice_is_of_what_users_set(tiers: dict[str, Any]) -> None:
+    """A machine's memory is shared by its ranks: what one lacks is asked for all of them."""
+    place = {"device": {"memory": 1_500_000}, "host": {"memory": 10_000}, **tiers}
+    for found in group_of(2).run(advised, place, 10, patience=60):
+        assert any(tier == "host" for tier, _ in found)
+        assert len(found) <= 4, found
+
+
 def crowded(config: dict[str, Any], outputs: int) -> tuple[str, bool]:
     """Between steps all weights are to stay on the device; the second rank holds so many evaluations' outputs."""
     rank, _ = rank_of()

@@ -33,6 +33,10 @@ class Ledger:
         """Whether the device is the only tier: nothing can leave it."""
         return not self.budgets["host"] and not self.budgets["ssd"]
 
+    def asked(self, tier: str, count: int) -> int:
+        """Of what users set, for `count` bytes of it here."""
+        return count * (1 if tier == "device" else self.sharers)
+
     def room(self, tier: str) -> int:
         """Bytes that may still be reserved; negative where the level has risen over what is left."""
         return self.budgets[tier] - self.reserved[tier] - self.level[tier]
@@ -45,8 +49,9 @@ class Ledger:
                 f"{format_size(self.reserved[tier])} reserved ({self.describe(tier)}), "
                 f"{format_size(self.level[tier])} for non-model data; short by {format_size(short)}",
                 tier=tier,
-                short=short,
-                advice=f"give the {tier} more memory, or use a smaller batch, sequence or chunk_size",
+                short=self.asked(tier, short),
+                advice=f"raise {tier}.memory by {self.asked(tier, short)} bytes, or use a smaller batch, sequence or "
+                "chunk_size",
             )
         self.reserved[tier] += count
         tags = self.tags[tier]

@@ -93,7 +93,7 @@ def _full_ssd(away: Away, settings: Settings) -> BudgetError:
         f"ssd: activations that leave the device take {format_size(count)}, the budget is {format_size(budget)}: "
         f"short by {format_size(count - budget)}",
         tier="ssd",
-        short=count - budget,
+        short=settings.asked("ssd", count - budget),
         advice=f"raise ssd.memory to {settings.raised('ssd', count - budget)} bytes, or give the device or the host "
         "more memory",
     )

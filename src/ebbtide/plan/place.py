@@ -91,7 +91,7 @@ def _host_refusal(tier: str, short: Mapping[str, int], more: str, settings: Sett
         f"{tier}: model data that the device has no room for does not fit {format_size(getattr(settings, tier))}: "
         f"short by {format_size(short[tier])}",
         tier=tier,
-        short=short[tier],
+        short=settings.asked(tier, short[tier]),
         advice=f"raise {more}, or device.memory",
     )
 

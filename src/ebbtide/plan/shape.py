@@ -124,11 +124,15 @@ class Settings:
     def set_budget(self, tier: str) -> int:
         """As users set it."""
         here: int = getattr(self, tier)
-        return self.given.get(tier, here * (1 if tier == "device" else self.sharers))
+        return self.given.get(tier, self.asked(tier, here))
+
+    def asked(self, tier: str, count: int) -> int:
+        """Of what users set, for `count` bytes of it here."""
+        return count * (1 if tier == "device" else self.sharers)
 
     def raised(self, tier: str, count: int) -> int:
         """What users would have to set for `count` bytes more."""
-        return self.set_budget(tier) + count * (1 if tier == "device" else self.sharers)
+        return self.set_budget(tier) + self.asked(tier, count)
 
     @property
     def ssd_beside_device(self) -> bool:

@@ -206,8 +206,9 @@ def check_fit(ledger: Ledger, config: Config, shape: ModelShape, spared: int) ->
             f"{format_size(room['host'])} of host and {format_size(room['ssd'])} of SSD memory: short by "
             f"{format_size(short)}",
             tier="ssd" if room["ssd"] else "host",
-            short=short,
-            advice=f"raise host.memory, device.memory or ssd.memory by {short} bytes, or take a smaller model",
+            short=ledger.asked("host", short),
+            advice=f"raise host.memory, device.memory or ssd.memory by {ledger.asked('host', short)} bytes, or take a "
+            "smaller model",
         )
     largest = shape.largest
     short = largest - room["device"]

@@ -55,10 +55,7 @@ def settings_of(config: Config, room: Room, shared: bool) -> Settings:
         ssd=room.budget("ssd"),
         waiting_width=config.waiting_width,
         max_staleness=config.max_staleness,
-        given={
-            tier: count * (1 if tier == "device" else ledger.sharers)
-            for tier, count in ledger.budgets.items()
-        },
+        given={tier: ledger.asked(tier, count) for tier, count in ledger.budgets.items()},
         sharers=ledger.sharers,
         one_memory=data.store.backend.one_memory and not shared,
     )
