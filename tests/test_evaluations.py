@@ -97,6 +97,28 @@ def test_no_budget_is_passed(memory: int, first: bool) -> None:
     plain.close()
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["after a step", "before it"])
+def test_what_is_refused_has_not_run(between: bool) -> None:
+    """Not for want of room for its activations, and not for that of the weights beside them."""
+    ran, refused = set[int](), set[int]()
+    engine = engine_of(60_000)
+    for rows in range(2, 26):
+        engine.backward(engine(ids(2)))
+        if not between:
+            engine.step()
+        net = engine.module
+        assert isinstance(net, Net)
+        before = net.runs
+        loss, peak = evaluate(engine, ids(rows))
+        assert peak <= 60_000
+        (refused if loss is None else ran).add(rows)
+        assert net.runs == before + (loss is not None)
+        if between:
+            engine.step()
+    assert ran and refused and max(ran) < min(refused)
+    engine.close()
+
+
 def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(400_000)
     train(engine)

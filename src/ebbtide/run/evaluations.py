@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.shape import PARAM
-from ebbtide.plan.uses import SCALARS
+from ebbtide.plan.residency import Use
+from ebbtide.plan.shape import PARAM, ModelShape
+from ebbtide.plan.uses import SCALARS, least_room
+from ebbtide.record import Record
 from ebbtide.run.imagining import Imagining
 from ebbtide.run.room import Room
 
@@ -29,19 +32,29 @@ NEAR = 1.5
 PLAIN = (int, float, str, type(None))
 
 
+@dataclass(frozen=True)
+class Need:
+    level: int
+    """Bytes of non-model data, at the highest."""
+    uses: tuple[Use, ...] = ()
+    """Of chunks; only where an evaluation was imagined."""
+
+
 class Evaluations:
-    def __init__(self, imagining: Imagining, room: Room, give_up: Callable[[int], int]) -> None:
+    def __init__(
+        self, imagining: Imagining, room: Room, shape: ModelShape, give_up: Callable[[int], int]
+    ) -> None:
         """`give_up`: has so many bytes of optimizer state leave the device, until the next training pass."""
-        self._imagining, self._room, self._give_up = imagining, room, give_up
-        self._known: OrderedDict[tuple[Shapes, bool], int] = OrderedDict()
-        """By the shapes of a pass's input, and whether it trains: its bytes of non-model data, at the highest."""
+        self._imagining, self._room, self._shape, self._give_up = imagining, room, shape, give_up
+        self._known: OrderedDict[tuple[Shapes, bool], Need] = OrderedDict()
+        """By the shapes of a pass's input, and whether it trains."""
         self._plan: Plan | None = None
 
     def trained(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training pass has this plan."""
         if plan is not self._plan:
             self._plan = plan
-            self._remember(_shapes(args, kwargs), True, max(plan.levels, default=0))
+            self._remember(_shapes(args, kwargs), True, Need(max(plan.levels, default=0)))
 
     def make_room(
         self,
@@ -59,7 +72,7 @@ class Evaluations:
         shapes = _shapes(args, kwargs)
         if shapes is None:
             return False
-        measures = [(larger(shapes, one), trains, level) for (one, trains), level in self._known.items()]
+        measures = [(larger(shapes, one), trains, need.level) for (one, trains), need in self._known.items()]
         if pinned:
             # Training's levels are with all that is saved for backward.
             measures = [one for one in measures if not one[1]]
@@ -69,21 +82,50 @@ class Evaluations:
         left = 0 if self._plan is None else self._plan.record.left
         beside = max(0, max(held, left) - self._room.held)
         little = min((one for one in near if self._short(one + beside) <= 0), default=-1)
-        level = self._known.get((shapes, False), little)
-        if level < 0:
+        need = self._known.get((shapes, False), Need(little))
+        if need.level < 0:
             record = self._imagining.imagine(signature, args, kwargs)
             if record is None:
                 trained = min((one for ratio, trains, one in measures if trains and ratio <= 1.0), default=0)
                 self._room.raise_level(max(trained, self._room.level), guess=True)
                 return False
-            level = record.peak + SCALARS
-            self._remember(shapes, False, level)
-        if level + beside <= planned and not pinned:
+            need = Need(record.peak + SCALARS, self._uses_of(record))
+            self._remember(shapes, False, need)
+        level = need.level + beside
+        if level <= planned and not pinned:
             return False
-        level = max(level + beside, 0 if self._room.guessed else self._room.level)
+        level = max(level, 0 if self._room.guessed else self._room.level)
         self._give_up(self._short(level))
         self._room.raise_level(level)
+        self._room.foreseen = True
+        self._seat(need)
         return True
+
+    def _uses_of(self, record: Record) -> tuple[Use, ...]:
+        """Of a rank that gathers chunks, others' wishes are served in between: it is left to them."""
+        if self._shape.shared:
+            return ()
+        return tuple(
+            Use(chunk, access.first, access.last)
+            for access in record.accesses
+            for chunk in self._shape.run_chunks[access.run]
+        )
+
+    def _seat(self, need: Need) -> None:
+        """What it uses of chunks at once has room beside it, or it is refused before it runs."""
+        if not need.uses:
+            return
+        free = {
+            chunk.index: chunk
+            for chunk in self._room.store.chunks.values()
+            if chunk.kind == PARAM and not chunk.pins
+        }
+        sizes = [count if chunk in free else 0 for chunk, count in enumerate(self._shape.parameter_bytes)]
+        length = 1 + max(use.last for use in need.uses)
+        needed = least_room([0] * length, sizes, need.uses)
+        there = sum(chunk.nbytes for chunk in free.values() if chunk.device is not None)
+        if needed > there + self._room.ledger.room("device"):
+            self._room.make("device", needed)
 
     def _short(self, level: int) -> int:
         """Bytes that are missing for it beside what cannot leave and any two chunks of parameters."""
@@ -93,9 +135,9 @@ class Evaluations:
         largest = max((chunk.nbytes for chunk in free), default=0)
         return level + self._room.held + held + 2 * largest - self._room.budget("device")
 
-    def _remember(self, shapes: Shapes | None, trains: bool, level: int) -> None:
+    def _remember(self, shapes: Shapes | None, trains: bool, need: Need) -> None:
         if shapes is not None:
-            self._known[shapes, trains] = level
+            self._known[shapes, trains] = need
             self._known.move_to_end((shapes, trains))
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)

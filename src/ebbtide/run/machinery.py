@@ -140,7 +140,7 @@ class Machinery:
         self.imagining = Imagining(self.module, self.data, self.interceptor, self.unmanaged, saved)
         # Where ranks share the chunks each has the same plan, whatever else it does.
         give_up = self.homes.give_up if self.sharing is None else lambda needed: 0
-        self.evaluations = Evaluations(self.imagining, self.room, give_up)
+        self.evaluations = Evaluations(self.imagining, self.room, self.traces.shape, give_up)
         self.outputs = Outputs(self.backend)
         if companions is not None and companions.split:
             self.imagining.obstacle = (
