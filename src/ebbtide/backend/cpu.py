@@ -29,11 +29,25 @@ from ebbtide.kernels import cpu_kernels
 class CopyEvent:
     """The end of a copy on a background thread."""
 
-    __slots__ = ("_error", "_flag")
+    __slots__ = ("_error", "_flag", "_job")
 
-    def __init__(self) -> None:
+    def __init__(self, job: Callable[[], None] | None = None) -> None:
         self._flag = threading.Event()
         self._error: BaseException | None = None
+        # Taken out of a list at once, without a lock: the collector may cancel on any thread, in any line.
+        self._job = [] if job is None else [job]
+
+    def take(self) -> Callable[[], None] | None:
+        """The job, for whoever comes first."""
+        try:
+            return self._job.pop()
+        except IndexError:
+            return None
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: where it has not begun it never will, and keeps no memory."""
+        if self.take() is not None:
+            self._flag.set()
 
     def wait(self) -> None:
         self._flag.wait()
@@ -79,7 +93,7 @@ class Stream:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], None], CopyEvent] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[CopyEvent | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._thread.start()
@@ -89,21 +103,21 @@ class Stream:
             raise RuntimeError(
                 f"{self._thread.name} was closed before this job; wait for events before close"
             )
-        event = CopyEvent()
-        self._jobs.put((job, event))
+        event = CopyEvent(job)
+        self._jobs.put(event)
         return event
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, event = item
-            del item
-            error: BaseException | None = None
-            try:
-                job()
-            except BaseException as caught:
-                error = caught
-            del job
-            event.set(error)
+        while (event := self._jobs.get()) is not None:
+            job = event.take()
+            if job is not None:
+                error: BaseException | None = None
+                try:
+                    job()
+                except BaseException as caught:
+                    error = caught
+                del job
+                event.set(error)
             del event
 
     def close(self) -> None:

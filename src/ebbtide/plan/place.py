@@ -18,7 +18,7 @@ from ebbtide.plan.hostside import fill_host
 from ebbtide.plan.search import Cost, Search
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.uses import SCALARS, levels_of
-from ebbtide.record import Record
+from ebbtide.record import FORWARD, Record
 from ebbtide.units import format_size
 
 TIERS = ("device", "host", "ssd")
@@ -30,7 +30,7 @@ that names too little."""
 def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost | None = None) -> Plan:
     """The plan with the least traffic among candidates of how many chunks' state the device holds; with a `cost`, such
     as the seconds that a step takes on a machine, the cheapest."""
-    settings = _for_gradients(record, settings)
+    settings = _for_gradients(shape, record, settings)
     if cost is not None and settings.placement == "auto":
         dear = Search(shape, record, settings, cost)
         if dear.small:
@@ -49,11 +49,25 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
     return search.best
 
 
-def _for_gradients(record: Record, settings: Settings) -> Settings:
-    """Those that come a second time may not have their parameters' space: somebody has computed with these meanwhile."""
-    parameters = [arrival.parameter for arrival in record.arrivals]
-    if not settings.take_over or len(set(parameters)) == len(parameters):
+def _for_gradients(shape: ModelShape, record: Record, settings: Settings) -> Settings:
+    """Those that come a second time may not have their parameters' space, for somebody has computed with these
+    meanwhile; nor those whose parameters are used again after they came, when a region is computed again."""
+    if not settings.take_over:
         return settings
+    came: dict[int, int] = {}
+    for arrival in record.arrivals:
+        if arrival.parameter in came:
+            break
+        came[arrival.parameter] = arrival.moment
+    else:
+        again = (
+            came.get(parameter, access.first) < access.first
+            for access in record.accesses
+            if access.phase == FORWARD
+            for parameter in (shape.run_parameters[access.run] if shape.run_parameters else ())
+        )
+        if not any(again):
+            return settings
     # Nor do they go straight to the host, for which the engine has not been made.
     return replace(settings, take_over=False, one_memory=False)
 

@@ -37,6 +37,8 @@ class ModelShape:
     """By chunk: of parameters in a page."""
     expected: tuple[int, ...] = ()
     """By parameter: bytes of its gradient, 0 where it is frozen; left out, that is for chunks as a whole to say."""
+    run_parameters: tuple[tuple[int, ...], ...] = ()
+    """Left out, nobody computes with parameters whose gradient has come."""
 
     @property
     def chunks(self) -> int:

@@ -318,6 +318,7 @@ def _setup(
         pages,
         page_bytes,
         tuple(n if wanted else 0 for n, wanted in zip(sizes, model.trained, strict=True)),
+        tuple(map(tuple, model.runs)),
     )
     return Setup(
         layout,

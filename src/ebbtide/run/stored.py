@@ -14,12 +14,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ebbtide.backend.base import Event
+from ebbtide.backend.cpu import CopyEvent
 from ebbtide.intercept.kept import Kept
 from ebbtide.memory.passage import Crossing
 from ebbtide.plan.activations import Trip
 from ebbtide.run.shelves import Shelved
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.saved import others
+
+CANCELLED = (Crossing, CopyEvent)
+"""What can be called off: all but a GPU's copies, which keep no memory."""
 
 
 class Remains(NamedTuple):
@@ -38,8 +42,8 @@ class Remains(NamedTuple):
 
     @property
     def soon(self) -> bool:
-        """What goes to SSD or comes from there was cancelled: it is as good as over, and keeps the device's memory."""
-        return any(isinstance(one, Crossing) for one in self.events)
+        """What can be cancelled was: it is as good as over, and keeps the device's memory."""
+        return any(isinstance(one, CANCELLED) for one in self.events)
 
 
 class Stored:
@@ -91,9 +95,15 @@ class Stored:
         return others(self.key, 1)
 
     def stay(self) -> None:
-        """It is wanted on the device: a copy that is not done is not needed."""
-        if self.copy is not None and not self.copied and isinstance(self.copy.out, Crossing):
-            self.copy.out.cancel()
+        """It is wanted on the device: a copy that is not done is not needed, and would keep the memory once nobody
+        wants it any more. On the CPU it is over then."""
+        if self.copy is None or self.copied or not isinstance(self.copy.out, CANCELLED):
+            return
+        self.copy.out.cancel()
+        if isinstance(self.copy.out, CopyEvent):
+            interrupt = self.copy.out.outlast()
+            if interrupt is not None:
+                raise interrupt
 
     @property
     def copied(self) -> bool:
@@ -101,11 +111,10 @@ class Stored:
 
     def remains(self) -> Remains:
         assert self.copy is not None
-        crossings = [one for one in (self.copy.out, self.back) if isinstance(one, Crossing)]
-        for one in crossings:
+        called_off = [one for one in (self.copy.out, self.back) if isinstance(one, CANCELLED)]
+        for one in called_off:
             one.cancel()
-        # A copy to the host keeps what it reads itself.
-        busy = self.back is not None or not all(one.done() for one in crossings)
+        busy = self.back is not None or not all(one.done() for one in called_off)
         flat = self.flat if busy else None
         # What has landed may still be read from the host; the device's memory is safe, in the computation's order.
         back = self.landed if self.back is None else self.back

@@ -31,7 +31,18 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
         updates.gradient_bytes(m) if parameter.requires_grad else 0
         for m, parameter in enumerate(data.parameters)
     )
-    return ModelShape(data.run_chunks, places, params, grads, states, whole, pages, page_bytes, expected)
+    return ModelShape(
+        data.run_chunks,
+        places,
+        params,
+        grads,
+        states,
+        whole,
+        pages,
+        page_bytes,
+        expected,
+        tuple(tuple(run.parameters) for run in data.runs),
+    )
 
 
 def settings_of(config: Config, room: Room, shared: bool) -> Settings:
