@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import weakref
@@ -402,6 +403,26 @@ def test_a_slow_link_costs_time_and_no_memory(small: None, room: int) -> None:
     assert engine.weights_sha256() == reference()
     assert count.peak <= budget + room and ledger.peak["device"] <= budget + room
     assert not engine.stats()["diverged"] and engine.stats()["offloaded_bytes"] > 0
+    engine.close()
+    backend.close()
+
+
+def test_a_copy_that_nobody_wants_any_more_keeps_no_memory(small: None) -> None:
+    """A link so slow that nearly all copies still wait for their turn when backward has used what they read."""
+    budget, _ = least_budget("gpt2", "none", 1, config_of(offload_activations="all", **HOST))
+    config = Config.read(config_of(offload_activations="all", device={"memory": budget + 10**7}, **HOST))
+    config = dataclasses.replace(config, placement="host")  # the room is for activations
+    backend = CpuBackend(poison=True, rates={"device_to_host": 1e6})
+    ledger = Ledger({"device": budget + 10**7, "host": 10**9, "ssd": 0})
+    engine = Engine(zoo.build("gpt2"), config, tiers=Tiers(backend, ledger))
+    with Count(engine) as count:
+        before = engine.stats()["offloaded_bytes"]
+        loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
+        sent, saved = engine.stats()["offloaded_bytes"] - before, count.total
+        engine.backward(loss)
+        assert sent > 300_000 and saved - count.total > sent * 0.8, (sent, saved, count.total)
+        engine.step()
+    assert engine.weights_sha256() == reference(1)
     engine.close()
     backend.close()
 

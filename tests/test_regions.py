@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
@@ -101,3 +102,63 @@ def test_it_trains_alike_wherever_the_weights_are(kind: Any, trained: bool, offl
         finally:
             engine.close()
     assert ran > 5
+
+
+class Shift(nn.Module):
+    """Its second parameter's gradient comes before anything of its region is wanted in backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.shift = (
+            nn.Parameter(torch.ones(width, width)),
+            nn.Parameter(torch.zeros(width, width)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.scale * 1.0) + self.shift
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shift, self.last = nn.Linear(32, 32), Shift(32), nn.Linear(32, 32)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> Loss:
+        self.runs += not is_fake(x)
+        x = checkpoint(lambda y: self.shift(torch.tanh(self.first(y))), x, use_reentrant=False)
+        return Loss(self.last(x).square().mean(), ())
+
+
+def test_a_module_is_run_again_after_a_gradient_of_it_has_come() -> None:
+    """With a separate master gradients take their parameters' space, and these are wanted again: what that takes is
+    planned, or the pass is refused before it runs."""
+
+    def given(step: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
+        return {"x": x.bfloat16()}
+
+    sha = reference.train(Shifted(), given, 3, lr=LR)[0]
+    ran = refused = 0
+    for device in range(20_000, 60_000, 2_000):
+        config = config_of(
+            master="separate",
+            chunk_size="16KiB",
+            clip=None,
+            device={"memory": device},
+            host={"memory": "64MB"},
+        )
+        engine = ebbtide.initialize(Shifted(), config)
+        try:
+            for step in range(3):
+                engine.backward(engine(**given(step)).loss)
+                engine.step()
+            assert engine.weights_sha256() == sha
+            ran += 1
+        except BudgetError:
+            assert engine.module.runs == 0
+            refused += 1
+        finally:
+            engine.close()
+    assert ran and refused
