@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import threading
 import time
@@ -326,3 +327,34 @@ def test_ranks_write_in_the_background(fails: int | None, tmp_path: Path) -> Non
     assert {rank["latest"] for rank in found} == {"step-00000002" if fails is not None else "step-00000002-1"}
     assert bool(found[0]["failed"]) == (fails is not None)  # the first one gives the name, so it hears of it
     assert not list(tmp_path.glob(".partial-*"))
+
+
+def removed(folder: Path) -> str:
+    """The second rank's disk is slow, and somebody removes the folder meanwhile."""
+    rank, _ = dist.get_rank(), dist.get_world_size()
+    engine = ebbtide.initialize(zoo.build("gpt2"), config_of())
+    gate, real = threading.Event(), shards.SystemIO
+    try:
+        if rank:
+            shards.SystemIO = lambda: Gated(gate, False)  # type: ignore[misc, assignment]
+        engine.save(folder, background=True)
+        dist.barrier()
+        if rank:
+            shutil.rmtree(folder)
+        dist.barrier()
+        gate.set()
+        try:
+            engine.wait_for_save()
+        except DiskError as error:
+            return str(error)
+        return ""
+    finally:
+        gate.set()
+        shards.SystemIO = real  # type: ignore[misc]
+        engine.close()
+
+
+def test_a_checkpoint_whose_folder_is_removed_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    found = group_of(2).run(removed, tmp_path / "run", patience=60)
+    assert "step-00000000" in found[0] or "partial" in found[0]
+    assert "is gone" in found[0]

@@ -163,6 +163,11 @@ class _Pending:
                     raise DiskError(
                         f"rank {rank}: {self._sign(rank, False).read_text()}", file=str(self._partial)
                     )
+                if not self._partial.is_dir():
+                    raise DiskError(
+                        f"{self._partial} is gone, with what was written of the checkpoint of step {self._step}",
+                        file=str(self._partial),
+                    )
                 if time.monotonic() > until:
                     raise DiskError(
                         f"{self._partial}: rank {rank} has not written its part of the checkpoint of step {self._step}",
