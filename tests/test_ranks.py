@@ -20,6 +20,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.memory import glance
 from ebbtide.run.wishes import REDUCE
 from group import Group, RankError, group_of
 from harness import LR, Count, batch_of, config_of
@@ -704,6 +705,39 @@ def outside() -> tuple[str, list[float | None]]:
 def test_parameters_outside_the_chunks_stay_the_same_on_all_ranks() -> None:
     found = group_of(2).run(outside)
     assert found[0] == found[1]
+
+
+def averaged_in_small(portion: int) -> int:
+    """The most that a step took beside the gradients that it averages, in bytes."""
+    before, glance.PORTION = glance.PORTION, portion
+    try:
+        return averaged()
+    finally:
+        glance.PORTION = before
+
+
+def averaged() -> int:
+    rank, _ = rank_of()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    engine = ebbtide.initialize(model, config_of(precision="fp32", unmanaged=["[0-4].*"], clip=None))
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(rank))
+    most = 0
+    for _ in range(2):
+        with Count(engine) as count:
+            engine.backward(engine(x).square().mean())
+            count.peak = before = count.total + engine._tiers.backend.held()["device"]
+            engine._session.average_unmanaged()
+        most = max(most, count.peak - before)
+        engine.step()
+    engine.close()
+    return most
+
+
+def test_gradients_outside_the_chunks_are_averaged_one_by_one_and_in_portions() -> None:
+    """Five weights of 64 KiB: a mean and a few portions, where it was all means and what each rank sent of one."""
+    for most in group_of(2).run(averaged_in_small, 4096):
+        assert 0 < most <= 2 * 65536 + 4 * 2 * 4096
 
 
 def among_others() -> list[str]:

@@ -24,7 +24,7 @@ from ebbtide.kernels import Kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import WIRE, Chunk
-from ebbtide.memory.glance import copy_out
+from ebbtide.memory.glance import copy_out, portions
 from ebbtide.plan.shape import WHOLE
 from ebbtide.run.ahead import Ahead
 from ebbtide.run.crews import Crew, Pending
@@ -350,27 +350,26 @@ class Sharing:
                 tensor.copy_(self.same(tensor.reshape(-1)).view(tensor.shape))
 
     def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Parameters that every rank has get their mean gradients."""
-        for name, mean in self.means(parameters).items():
+        """Parameters that every rank has get their mean gradients, one after the other: both take memory."""
+        for name, mean in self.means(parameters):
             parameters[name].grad = mean
 
-    def means(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    def means(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
         """The mean gradients over the ranks, of those that some rank has one of."""
         here = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        found: dict[str, torch.Tensor] = {}
+        crew = self._crews[self.ranks.size]
         for name in sorted(set().union(*self.ranks.objects(here))):
             parameter = parameters[name]
             shape, stride = tuple(parameter.shape), parameter.stride()
-            flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-            if parameter.grad is not None:
-                flat = laid_like(parameter.grad, shape, stride, parameter.dtype)
             mean = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)
-            if flat.numel():
-                received = torch.empty(self.ranks.size * flat.numel(), dtype=flat.dtype, device=flat.device)
-                self._crews[self.ranks.size].gather(received, flat).wait()
-                self._kernels.sum_ranks(dense(mean), received, 1.0 / self.ranks.size)
-            found[name] = mean
-        return found
+            into, grad = dense(mean), parameter.grad
+            flat = torch.zeros_like(into) if grad is None else laid_like(grad, shape, stride, into.dtype)
+            del grad
+            for start, count in portions(flat.numel()):
+                received = torch.empty(crew.size * count, dtype=flat.dtype, device=flat.device)
+                crew.gather(received, flat[start : start + count]).wait()
+                self._kernels.sum_ranks(into[start : start + count], received, 1.0 / crew.size)
+            yield name, mean
 
 
 def _crew_sizes(data: ModelData, ranks: Ranks) -> list[int]:
