@@ -545,24 +545,25 @@ def test_a_gradient_that_comes_twice_counts_twice(uses: list[int]) -> None:
     assert found[0][1] == pytest.approx(alone, rel=1e-4)
 
 
-def again_plainly(uses: list[int], precision: str) -> str:
-    counts = iter([count for count in uses for _ in range(2)])
+def plainly(kind: type[nn.Module], chosen: list[Any], clip: float | None) -> str:
+    """The weights of a plain loop. `chosen`: what forward is told beside its batch, by batch."""
+    ways = iter(chosen)
 
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.model = Again()
+            self.model = kind()
 
         def forward(self, x: torch.Tensor) -> zoo.Loss:
-            return zoo.Loss(self.model(x, next(counts)), ())
+            return zoo.Loss(self.model(x, next(ways)), ())
 
     def batch(number: int) -> dict[str, Any]:
         step, rank = divmod(number, 2)
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
-        return {"x": x.requires_grad_()}
+        return {"x": x.requires_grad_()}  # a reentrant region wants it
 
-    return reference.train(Both(), batch, len(uses), precision, lr=LR, clip=None, ranks=2)[0]
+    return reference.train(Both(), batch, len(chosen) // 2, "fp32", lr=LR, clip=clip, ranks=2)[0]
 
 
 @pytest.mark.parametrize("place", [{}, {"memory": 200_000}])
@@ -572,7 +573,7 @@ def test_gradients_of_one_weight_are_added_up_before_ranks_get_their_mean(
 ) -> None:
     """As autograd would have, whether a plan says how many come or nobody does."""
     config = config_of(precision="fp32", chunk_size="8KiB", clip=None, device=place)
-    wanted = group_of(2).run(again_plainly, uses, "fp32")[0]
+    wanted = group_of(2).run(plainly, Again, [count for count in uses for _ in range(2)], None)[0]
     assert {sha for sha, _, _ in group_of(2).run(again, config, uses)} == {wanted}
 
 
@@ -596,26 +597,6 @@ def test_in_backward_a_gradient_that_comes_twice_is_refused(uses: list[int]) -> 
         assert "layers.1" in refused and "second gradient" in refused
 
 
-def branched_plainly(clip: float | None) -> str:
-    torch.manual_seed(0)
-    ways = iter([way for step in WAYS for way in step])
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = Branching()
-
-        def forward(self, x: torch.Tensor) -> zoo.Loss:
-            return zoo.Loss(self.model(x, next(ways)), ())
-
-    def batch(number: int) -> dict[str, Any]:
-        step, rank = divmod(number, 2)
-        return {"x": torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))}
-
-    return reference.train(Both(), batch, len(WAYS), "fp32", lr=LR, clip=clip, ranks=2)[0]
-
-
 @pytest.mark.parametrize("change", ["everything fits", "host", "in backward"])
 def test_ranks_that_use_other_layers_do_not_hang(change: str) -> None:
     config = config_of(precision="fp32", chunk_size="8KiB", **CHANGES[change])
@@ -623,7 +604,8 @@ def test_ranks_that_use_other_layers_do_not_hang(change: str) -> None:
         config["device"]["memory"] = 300_000
     found = group_of(2).run(branch, config)
     assert found[0][0] == found[1][0]
-    assert found[0][0] == group_of(2).run(branched_plainly, config["clip"])[0]
+    chosen = [way for step in WAYS for way in step]
+    assert found[0][0] == group_of(2).run(plainly, Branching, chosen, config["clip"])[0]
     torch.manual_seed(0)
     before = Branching().state_dict()
     assert torch.equal(found[0][1]["never.weight"], before["never.weight"])
@@ -707,36 +689,31 @@ def test_parameters_outside_the_chunks_stay_the_same_on_all_ranks() -> None:
     assert found[0] == found[1]
 
 
-def averaged_in_small(portion: int) -> int:
+def averaged(portion: int) -> int:
     """The most that a step took beside the gradients that it averages, in bytes."""
-    before, glance.PORTION = glance.PORTION, portion
-    try:
-        return averaged()
-    finally:
-        glance.PORTION = before
-
-
-def averaged() -> int:
     rank, _ = rank_of()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
     engine = ebbtide.initialize(model, config_of(precision="fp32", unmanaged=["[0-4].*"], clip=None))
     x = torch.randn(8, 128, generator=torch.Generator().manual_seed(rank))
-    most = 0
-    for _ in range(2):
-        with Count(engine) as count:
-            engine.backward(engine(x).square().mean())
-            count.peak = before = count.total + engine._tiers.backend.held()["device"]
-            engine._session.average_unmanaged()
-        most = max(most, count.peak - before)
-        engine.step()
-    engine.close()
-    return most
+    most, usual, glance.PORTION = 0, glance.PORTION, portion
+    try:
+        for _ in range(2):
+            with Count(engine) as count:
+                engine.backward(engine(x).square().mean())
+                count.peak = before = count.total + engine._tiers.backend.held()["device"]
+                engine._session.average_unmanaged()
+            most = max(most, count.peak - before)
+            engine.step()
+        return most
+    finally:
+        glance.PORTION = usual
+        engine.close()
 
 
 def test_gradients_outside_the_chunks_are_averaged_one_by_one_and_in_portions() -> None:
     """Five weights of 64 KiB: a mean and a few portions, where it was all means and what each rank sent of one."""
-    for most in group_of(2).run(averaged_in_small, 4096):
+    for most in group_of(2).run(averaged, 4096):
         assert 0 < most <= 2 * 65536 + 4 * 2 * 4096
 
 

@@ -54,20 +54,15 @@ def _for_gradients(shape: ModelShape, record: Record, settings: Settings) -> Set
     meanwhile; nor those whose parameters are used again after they came, when a region is computed again."""
     if not settings.take_over:
         return settings
-    came: dict[int, int] = {}
-    for arrival in record.arrivals:
-        if arrival.parameter in came:
-            break
-        came[arrival.parameter] = arrival.moment
-    else:
-        again = (
-            came.get(parameter, access.first) < access.first
-            for access in record.accesses
-            if access.phase == FORWARD
-            for parameter in (shape.run_parameters[access.run] if shape.run_parameters else ())
-        )
-        if not any(again):
-            return settings
+    came = {arrival.parameter: arrival.moment for arrival in record.arrivals}
+    used_again = any(
+        came.get(parameter, access.first) < access.first
+        for access in record.accesses
+        if access.phase == FORWARD and shape.run_parameters
+        for parameter in shape.run_parameters[access.run]
+    )
+    if len(came) == len(record.arrivals) and not used_again:
+        return settings
     # Nor do they go straight to the host, for which the engine has not been made.
     return replace(settings, take_over=False, one_memory=False)
 
