@@ -191,6 +191,59 @@ def test_gradients_that_wait_for_the_disk_have_room_until_backward_ends(budget: 
     assert len(tight.host.ssd) == layers, "what has no room for that is trained all the same"
 
 
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("turns", [(), (4,)])
+def test_gathered_gradients_stay_to_the_end_of_a_pass_where_one_does_not_come(
+    comes: bool, turns: tuple[int, ...]
+) -> None:
+    """The ranks cannot know that none follows: what else there is of the chunk is reduced at the end. `turns`: there are
+    two backwards in a pass, and the chunk has gradients in each."""
+    sizes = (4000, 4000)
+    shape = ModelShape(
+        ((0,), (1,)), (0, 1, 1), sizes, sizes, (20_000,) * 2, (8000,) * 2, expected=(4000, 2000, 2000)
+    )
+    if comes:
+        shape = replace(shape, parameter_chunk=(0, 1), expected=(4000, 2000))
+    moments = tuple(Moment(event(FORWARD, 0), 0) for _ in range(7))
+    found = (Arrival(1, 3), Arrival(1, 5), Arrival(0, 6))
+    record = Record("test", moments, (Access(0, 0, 1, FORWARD),), found, turns=turns)
+    uses = uses_of(shape, record, Settings(10**6, 10**6, accumulate=2), frozenset())
+    first, last = (
+        [
+            (use.first, use.last)
+            for use in uses
+            if shape.items[use.item] == ("whole-grad", chunk) and use.after == FREE
+        ]
+        for chunk in (0, 1)
+    )
+    assert first == [(6, 6), (13, 13)]
+    if comes and turns:
+        assert last == [(3, 3), (5, 5), (10, 10), (12, 12)]
+    else:
+        assert last == ([(5, 5), (12, 12)] if comes else [(5, 6), (12, 13)])
+    reduced = [use.first for use in uses if shape.items[use.item] == ("grad", 1)]
+    assert reduced == [end for _, end in last]
+
+
+def test_where_gathered_parameters_are_static_a_slice_has_room_beside_them() -> None:
+    layers, size = 3, 2000
+    sizes = (2 * size,) * layers
+    shape = ModelShape(
+        tuple((i,) for i in range(layers)),
+        tuple(range(layers)),
+        sizes,
+        sizes,
+        (10 * size,) * layers,
+        (4 * size,) * layers,
+    )
+    chosen = Settings(10**6, 10**9, placement="static")
+    host = replace(chosen, device=SCALARS + 4 * size * (layers + 1) + 2 * 2 * size)
+    plan = make_plan(shape, small_record(layers, 0), host)
+    assert set(plan.homes) == {"host"} and plan.static_bytes == 4 * size * layers + 2 * size
+    with pytest.raises(BudgetError):
+        make_plan(shape, small_record(layers, 0), replace(host, device=host.device - 1))
+
+
 KEPT = 500
 """Bytes of the device that others have."""
 

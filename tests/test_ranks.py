@@ -339,6 +339,33 @@ def branch(config: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     return sha, state
 
 
+def put_off(ways: list[list[list[int]]]) -> list[int]:
+    """By step: how many chunks were reduced at the end of the pass only."""
+    rank, _ = rank_of()
+    torch.manual_seed(0)
+    engine = ebbtide.initialize(Branching(), config_of(precision="fp32", chunk_size="8KiB"))
+    reductions, late, found = engine._session.sharing.reductions, [], []
+    end = reductions.end
+    reductions.end = lambda index, arrived: late.append(index) or end(index, arrived)
+    for step, way in enumerate(ways):
+        late.clear()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        engine.backward(engine(x, way[rank]))
+        engine.step()
+        found.append(len(late))
+    engine.close()
+    return found
+
+
+def test_gradients_wait_for_the_end_of_a_pass_only_where_ranks_differ() -> None:
+    """What was promised and is on no rank's way any more costs no room: whole gradients that wait are in no plan."""
+    forth, back = [0, 1, 2, 3], [3, 2, 1, 0]
+    ways = [[forth, forth]] * 4 + [[back, back], [forth, forth], [back, forth]]
+    for late in group_of(2).run(put_off, ways, patience=60):
+        assert late[:6] == [1] * 6  # the chunk of the layer that nobody uses
+        assert late[6] > 1
+
+
 class Talking(nn.Module):
     """The user's own collectives, in the midst of both passes."""
 

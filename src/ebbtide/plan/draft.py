@@ -185,12 +185,14 @@ def streamed_traffic(host: HostSide, settings: Settings) -> int:
 
 
 def fixed_bytes(shape: ModelShape, settings: Settings, device: frozenset[int], host: HostSide) -> int:
-    """What is on the device for good: state, and beside SSD the buffers of updates; parameters where they are static."""
+    """What is on the device for good: state, and beside SSD the buffers of updates; parameters where they are static,
+    with room for a slice, to gather or to update them."""
     static = sum(shape.state_bytes[i] for i in device)
     if settings.ssd_beside_device:
         static += beside_updates(shape, host.ssd, settings, host.ssd) + kept_bytes(shape, host.kept)
     if settings.placement == "static":
         static += sum(shape.sizes[shape.used(i)] for i in range(shape.chunks))
+        static += max((shape.parameter_bytes[i] for i in shape.shared), default=0)
     return static
 
 

@@ -67,6 +67,14 @@ def _by_turn(record: Record, moments: list[int]) -> list[list[int]]:
     return list(found.values())
 
 
+def _by_pass(backwards: list[list[int]], length: int) -> list[list[int]]:
+    """Those of each pass together."""
+    found: dict[int, list[int]] = {}
+    for moments in backwards:
+        found.setdefault(moments[0] // length, []).extend(moments)
+    return list(found.values())
+
+
 def straight_bytes(shape: ModelShape, record: Record, settings: Settings, device: Set[int]) -> dict[int, int]:
     """By chunk that the host updates: bytes of gradients that go there as they arrive, in an iteration. Each backward
     adds its own to what is there."""
@@ -122,6 +130,7 @@ class _Builder:
     def build(self) -> list[Use]:
         self.length = len(self.record.moments)
         self.total = self.length * self.settings.accumulate
+        self.waiting = unfinished(self.shape, self.record)
         for micro in range(self.settings.accumulate):
             base = micro * self.length
             for access in self.record.accesses:
@@ -150,17 +159,23 @@ class _Builder:
         }
 
     def _gradient_uses(self, chunk: int, passes: list[list[int]]) -> None:
-        """Gradients of a chunk that is shared arrive whole and are reduced to the rank's slice when the last has."""
+        """Gradients of a chunk that is shared arrive whole and are reduced to the rank's slice when the last has: at the
+        end of a pass where one that is expected does not come."""
         if chunk not in self.shape.shared:
             self._slice_uses(chunk, [moment for moments in passes for moment in moments])
             return
+        ends = [moments[-1] for moments in passes]
+        if chunk in self.waiting:
+            passes = _by_pass(passes, self.length)
+            ends = [moments[-1] // self.length * self.length + self.length - 1 for moments in passes]
         whole = (2 if self.settings.take_over else 3) * self.shape.chunks + chunk
-        for moments in passes:
+        for moments, end in zip(passes, ends, strict=True):
             for place, j in enumerate(moments):
                 creates = not self.settings.take_over and place == 0
-                end = FREE if not self.settings.take_over and j == moments[-1] else KEEP
-                self._use(Use(whole, j, j, creates=creates, writes=True, after=end))
-        self._slice_uses(chunk, [moments[-1] for moments in passes], created=True)
+                last = j == moments[-1]
+                after = FREE if not self.settings.take_over and last else KEEP
+                self._use(Use(whole, j, end if last else j, creates=creates, writes=True, after=after))
+        self._slice_uses(chunk, ends, created=True)
 
     def _slice_uses(self, chunk: int, moments: list[int], created: bool = False) -> None:
         at_home = chunk in self.updated

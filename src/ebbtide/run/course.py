@@ -54,6 +54,14 @@ class Course:
         firsts = self.plan.firsts[chunk.kind, chunk.index]
         return next_use(firsts, max(self.position, 0), len(self.plan.levels))
 
+    def used_now(self, chunk: Chunk) -> bool:
+        """Whether the moment is planned to use a chunk: where it is only entered, that is still to come."""
+        return (
+            self.on_track
+            and self.plan is not None
+            and self.position in self.plan.firsts[chunk.kind, chunk.index]
+        )
+
     def stays(self, kind: str, index: int) -> bool:
         """Whether the plan that is followed never evicts a chunk."""
         return self.on_track and self.plan is not None and (kind, index) not in self.plan.evicted

@@ -79,10 +79,10 @@ class Ranks:
         self.agreements += 1
         return [Wish(*row) for row in self._of_this_engine(self.say((self._engine, *wish)))]
 
-    def say_ready(self, ready: bool) -> Callable[[], bool]:
-        """Starts telling the others; what is returned waits for theirs, and says whether all are ready."""
+    def say_ready(self, ready: bool) -> Callable[[], list[bool]]:
+        """Starts telling the others; what is returned waits for theirs, and says which ranks are ready."""
         said = self.say((self._engine, ready))
-        return lambda: all(row[0] for row in self._of_this_engine(said))
+        return lambda: [bool(row[0]) for row in self._of_this_engine(said)]
 
     def _of_this_engine(self, said: Saying) -> list[list[int]]:
         found = said.heard()

@@ -1,9 +1,10 @@
 """Gradients on their way from wholes to slices: exchanged between ranks beside the computation, and added up.
 
 One reduction is under way at a time. Where it was promised, each rank says whether it has the gradients that it is to
-have, and goes on; a thread hears what the others say, and starts the exchange where all are ready. Where one is not, the
-chunk waits for the end of the pass. What came is *summed* into the slice when the next reduction begins, when ranks
-agree on something else, or as soon as the room of the whole is wanted.
+have, and goes on; a thread hears what the others say, and starts the exchange where all are ready. Where only some are,
+the chunk waits for the end of the pass; where none is, it is as if nothing had been promised. What came is *summed* into
+the slice when the next reduction begins, when ranks agree on something else, or as soon as the room of the whole is
+wanted.
 
 Note [order]: exchanges of a crew have a process group and a thread of their own, which starts them in the order in which
 they were asked for; before its next collective a rank waits until the exchange has started, and before its next exchange
@@ -136,6 +137,8 @@ class Reductions:
         self.in_slices = True
         """Note [in slices]; until the first pass."""
         self._current: _Exchange | None = None
+        self._denied: tuple[int, Callable[[], list[bool]]] | None = None
+        """A promised chunk that this rank was not ready for, and how to hear which ranks were."""
         self.waiting: set[int] = set()
         """Chunks that are reduced at the end of the pass, where some rank has gradients."""
         self.arrived: Callable[[int], list[bool]] = lambda index: []
@@ -187,7 +190,8 @@ class Reductions:
         if made is None:
             self._say_no(index)
         else:
-            self._begin(made, self._ranks.say_ready(True))
+            ready_ranks = self._ranks.say_ready(True)
+            self._begin(made, lambda: all(ready_ranks()))
 
     def start(self, index: int, arrived: Sequence[bool]) -> None:
         """All ranks have what they will have. `arrived`: by member, whether some rank has a gradient."""
@@ -203,6 +207,10 @@ class Reductions:
 
     def hear(self) -> None:
         """Waits until it is known whether what began last is exchanged, or has to wait."""
+        if self._denied is not None:
+            (index, ready_ranks), self._denied = self._denied, None
+            if any(ready_ranks()):
+                self.waiting.add(index)
         current = self._current
         if current is None or current.begun is None:
             return
@@ -214,7 +222,8 @@ class Reductions:
             if current.dropped:
                 self._store.free(current.whole)  # the pass that it was for is over
             if failed is None:
-                self._refuse(current.index)
+                self.waiting.add(current.index)
+                self.refused()
         else:
             size = current.crew.size
             count = current.whole.nbytes // size * (size - 1)
@@ -273,16 +282,8 @@ class Reductions:
             self.finish()
 
     def _say_no(self, index: int) -> None:
-        heard = self._ranks.say_ready(False)
-
-        def hear() -> None:
-            heard()
-
-        self._exchanges[self._store.crew(index)].submit(hear)
-        self._refuse(index)
-
-    def _refuse(self, index: int) -> None:
-        self.waiting.add(index)
+        """What the others say is heard before the next collective: user code may talk to them until then."""
+        self._denied = index, self._ranks.say_ready(False)
         self.refused()
 
     def _let_go(self) -> None:

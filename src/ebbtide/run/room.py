@@ -307,9 +307,11 @@ class Room:
                 self.store.end_move(chunk)
 
     def _victims(self, short: int) -> list[Chunk]:
-        """The chunks that should leave so that `short` bytes become free."""
+        """The chunks that should leave so that `short` bytes become free; those of this moment only where others are not
+        enough."""
         chunks = [c for c in self._unused() if c.move is None and c not in self._guarded]
         course = self.course
+        now = {key for key, c in enumerate(chunks) if course.used_now(c)}
         candidates = [
             Candidate(
                 key,
@@ -320,7 +322,10 @@ class Room:
             )
             for key, c in enumerate(chunks)
         ]
-        return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
+        chosen = choose(self._eviction, (c for c in candidates if c.key not in now), short)
+        if now and sum(c.nbytes for c in chosen) < short:
+            chosen = choose(self._eviction, candidates, short)
+        return [chunks[c.key] for c in chosen]
 
     def copies(self) -> int:
         """Bytes on the device that are elsewhere, too, and are in nobody's use: they go for whoever needs the room."""
