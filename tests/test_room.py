@@ -29,12 +29,48 @@ def test_what_a_moment_is_to_use_is_the_last_to_make_room_for_it(eviction: str) 
         others = sum(chunk.nbytes for chunk in unused) - sum(chunk.nbytes for chunk in now)
         if now and others:
             seen += 1
-            assert not set(now) & set(room._victims(others))
-            assert set(room._victims(others + 1)) & set(now)
+            everything = others + sum(chunk.nbytes for chunk in now)
+            assert not set(now) & set(room._victims(everything, sparing=True))
+            assert set(room._victims(everything, sparing=False)) == set(unused)
 
     session.executor._tick = entered
     for number in range(3):
         engine.backward(engine(**batch_of("gpt2", number, torch.bfloat16, "cpu")).loss)
         engine.step()
     assert seen > 10 and not engine.stats()["diverged"]
+    engine.close()
+
+
+@pytest.mark.parametrize("eviction", ["farthest-next-use", "lru", "list-order"])
+def test_what_was_fetched_for_nothing_leaves_before_what_a_moment_is_to_use(eviction: str) -> None:
+    """As where a step was skipped: what was to be gathered anew is there, and its slice was fetched all the same."""
+    engine = ebbtide.initialize(
+        zoo.build("gpt2"), config_of(eviction=eviction, placement="host", device={"memory": 2_000_000})
+    )
+    for number in range(2):
+        engine.backward(engine(**batch_of("gpt2", number, torch.bfloat16, "cpu")).loss)
+        engine.step()
+    session = engine._session
+    room, course, store, ledger = session.room, session.course, session.store, session.room.ledger
+    assert course.on_track
+    parameters = [chunk for chunk in store.chunks.values() if chunk.kind == "param"]
+    room.set_level(0)
+    tried = 0
+    for wanted, other in zip(parameters, parameters[::-1], strict=True):
+        if wanted is other or wanted.nbytes != other.nbytes:
+            continue
+        for chunk in parameters:
+            if chunk.device is not None:
+                room.evict(chunk)
+                store.settle(chunk)
+        course.position = course.plan.firsts["param", wanted.index][0]
+        if course.used_now(other):
+            continue
+        store.fetch(wanted)
+        store.settle(wanted)
+        store.fetch(other)
+        room.make("device", ledger.room("device") + wanted.nbytes)
+        assert wanted.device is not None and other.device is None
+        tried += 1
+    assert tried > 2
     engine.close()

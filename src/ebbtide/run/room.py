@@ -230,7 +230,7 @@ class Room:
         late = self.course.on_track and self.store.near == "device"
         first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
         try:
-            for attempt in (*first, "evict", "updates", "arriving", "evict", "saving"):
+            for attempt in (*first, "evict", "updates", "arriving", "evict", "evict all", "saving"):
                 for peer in (*others, self):
                     short = needed - self.ledger.room("device")
                     if short <= 0:
@@ -288,8 +288,8 @@ class Room:
             self._end_saving()
             return
         target = self.ledger.room("device") + short
-        if attempt == "evict":
-            for chunk in self._victims(short):
+        if attempt in ("evict", "evict all"):
+            for chunk in self._victims(short, sparing=attempt == "evict"):
                 if chunk.device is not None and chunk.move is None:  # not gone for the sake of one before it
                     with chunk.apart():
                         self.evict(chunk)
@@ -306,13 +306,11 @@ class Room:
                     return
                 self.store.end_move(chunk)
 
-    def _victims(self, short: int) -> list[Chunk]:
-        """The chunks that should leave so that `short` bytes become free; those of this moment only where others are not
-        enough."""
+    def _victims(self, short: int, sparing: bool) -> list[Chunk]:
+        """The chunks that should leave so that `short` bytes become free. `sparing`: not those of this moment."""
         chunks = [c for c in self._unused() if c.move is None and c not in self._guarded]
         course = self.course
-        now = {key for key, c in enumerate(chunks) if course.used_now(c)}
-        candidates = [
+        candidates = (
             Candidate(
                 key,
                 c.nbytes,
@@ -321,11 +319,9 @@ class Room:
                 self.store.only_here(c),
             )
             for key, c in enumerate(chunks)
-        ]
-        chosen = choose(self._eviction, (c for c in candidates if c.key not in now), short)
-        if now and sum(c.nbytes for c in chosen) < short:
-            chosen = choose(self._eviction, candidates, short)
-        return [chunks[c.key] for c in chosen]
+            if not (sparing and course.used_now(c))
+        )
+        return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
 
     def copies(self) -> int:
         """Bytes on the device that are elsewhere, too, and are in nobody's use: they go for whoever needs the room."""
