@@ -20,10 +20,11 @@ PORTION = 1 << 20
 """Elements that are looked at together: enough for the disk's full speed, in memory that no budget counts."""
 
 
-def portions(count: int) -> Iterator[tuple[int, int]]:
-    """(start, number) of elements, in order."""
-    for start in range(0, count, PORTION):
-        yield start, min(PORTION, count - start)
+def portions(count: int, most: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, number) of elements, in order. `most`: together, where that is not as many as usual."""
+    most = most or PORTION
+    for start in range(0, count, most):
+        yield start, min(most, count - start)
 
 
 def peek(store: ChunkStore, chunk: Chunk, offset: int, count: int) -> torch.Tensor:

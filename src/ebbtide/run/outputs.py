@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.backend import Backend
+from ebbtide.plan.uses import SCALARS
 
 
 class Outputs:
@@ -60,6 +61,11 @@ class Outputs:
         gone = [key for key, (_, there) in self._held.items() if there() is None]
         for key in gone:
             del self._held[key]
+
+
+def beside(held: int, known: int) -> int:
+    """Bytes that outputs take beside a plan which knows of some. A few losses have room at every moment of it."""
+    return max(0, held - known - SCALARS // 2)
 
 
 def leaves(output: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from ebbtide.plan.draft import Plan
 from ebbtide.run.companions import Companions
 from ebbtide.run.course import IDLE, RUNNING, UPDATING
 from ebbtide.run.machinery import Machinery
+from ebbtide.run.outputs import beside
 from ebbtide.run.ranks import Ranks
 from ebbtide.run.setup import Choice
 from ebbtide.run.source import Source
@@ -170,7 +171,7 @@ class Session(Machinery):
         if self.idle and not self.planning.roomy:
             plan = self.course.plan
             known = plan.record.left if plan is not None else 0
-            self.room.hold(max(0, self.outputs.nbytes - known), guess=True)
+            self.room.hold(beside(self.outputs.nbytes, known), guess=True)
 
     def _hold_old(self, plan: Plan | None) -> None:
         """What it holds when a pass begins has its room beside what the plan knows of that."""
@@ -179,7 +180,7 @@ class Session(Machinery):
         if plan is None:
             self.room.hold(self.outputs.old, guess=True)
         else:
-            self.planning.hold(plan, max(0, self.outputs.old - plan.record.carried))
+            self.planning.hold(plan, beside(self.outputs.old, plan.record.carried))
 
     def _begin_another(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A second forward before one backward belongs to the same pass. Where its plan has none it gets its own,
@@ -281,7 +282,7 @@ class Session(Machinery):
         old, plan = self.outputs.old, self.course.plan
         self.recording.reverse(old)
         if not self.planning.roomy:
-            self.room.hold(max(0, old - (plan.record.aside if plan is not None else 0)), guess=True)
+            self.room.hold(beside(old, plan.record.aside if plan is not None else 0), guess=True)
 
     def _finish_pass(self) -> None:
         if self.resting.now:

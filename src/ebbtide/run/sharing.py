@@ -28,7 +28,7 @@ from ebbtide.memory.glance import copy_out, portions
 from ebbtide.plan.shape import WHOLE
 from ebbtide.run.ahead import Ahead
 from ebbtide.run.crews import Crew, Pending
-from ebbtide.run.model import ModelData, dense, laid_like
+from ebbtide.run.model import ModelData, laid_like
 from ebbtide.run.places import Places
 from ebbtide.run.ranks import Ranks
 from ebbtide.run.reductions import Reductions
@@ -36,6 +36,8 @@ from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.run.wishes import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
 
 FAILED = 1
+APART = 4096
+"""Elements that ranks send each other at a time where exchanges have no room for them."""
 
 
 class _Gathering:
@@ -350,26 +352,39 @@ class Sharing:
                 tensor.copy_(self.same(tensor.reshape(-1)).view(tensor.shape))
 
     def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Parameters that every rank has get their mean gradients, one after the other: both take memory."""
-        for name, mean in self.means(parameters):
-            parameters[name].grad = mean
-
-    def means(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The mean gradients over the ranks, of those that some rank has one of."""
+        """Parameters that every rank has get their mean gradients, where those lie."""
         here = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        crew = self._crews[self.ranks.size]
         for name in sorted(set().union(*self.ranks.objects(here))):
-            parameter = parameters[name]
-            shape, stride = tuple(parameter.shape), parameter.stride()
-            mean = torch.empty_strided(shape, stride, dtype=parameter.dtype, device=parameter.device)
-            into, grad = dense(mean), parameter.grad
-            flat = torch.zeros_like(into) if grad is None else laid_like(grad, shape, stride, into.dtype)
-            del grad
-            for start, count in portions(flat.numel()):
-                received = torch.empty(crew.size * count, dtype=flat.dtype, device=flat.device)
-                crew.gather(received, flat[start : start + count]).wait()
-                self._kernels.sum_ranks(into[start : start + count], received, 1.0 / crew.size)
-            yield name, mean
+            parameters[name].grad = self._mean(parameters[name], in_place=True)
+
+    def mean(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The mean gradient over the ranks of one of them, if some rank has one."""
+        if not any(self.ranks.objects(parameter.grad is not None)):
+            return None
+        return self._mean(parameter, in_place=False)
+
+    def _mean(self, parameter: nn.Parameter, in_place: bool) -> torch.Tensor:
+        shape, stride, grad = tuple(parameter.shape), parameter.stride(), parameter.grad
+        if grad is None:
+            flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        else:
+            flat = laid_like(grad.detach(), shape, stride, parameter.dtype)
+        into = flat if in_place else torch.empty_like(flat)
+        crew = self._crews[self.ranks.size]
+        self.reductions.finish()
+        memory = self._received(flat)
+        for start, count in portions(flat.numel(), memory.numel() // crew.size):
+            received = memory[: crew.size * count]
+            crew.gather(received, flat[start : start + count]).wait()
+            self._kernels.sum_ranks(into[start : start + count], received, 1.0 / crew.size)
+        return into.as_strided(shape, stride)
+
+    def _received(self, flat: torch.Tensor) -> torch.Tensor:
+        """Where parts of it come from all ranks: what exchanges have, while there is none."""
+        received, each = self.reductions.received, self.ranks.size * flat.dtype.itemsize
+        if received.size >= each and flat.device == self._store.backend.device:
+            return received.take(received.size // each * each).view(flat.dtype)
+        return torch.empty(self.ranks.size * min(flat.numel(), APART), dtype=flat.dtype, device=flat.device)
 
 
 def _crew_sizes(data: ModelData, ranks: Ranks) -> list[int]:

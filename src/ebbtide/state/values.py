@@ -111,7 +111,7 @@ def _held_outside(session: Session, name: str) -> torch.Tensor | None:
     parameter = session.unmanaged.parameters[name]
     found = parameter.grad
     if session.sharing is not None:
-        found = dict(session.sharing.means({name: parameter})).get(name)
+        found = session.sharing.mean(parameter)
     return None if found is None else found.to("cpu", torch.float32, copy=True)
 
 
