@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, StateError
+from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.residency import FREE, SPILL, STALE, Timeline, Use, replay
@@ -242,6 +245,29 @@ def test_where_gathered_parameters_are_static_a_slice_has_room_beside_them() -> 
     assert set(plan.homes) == {"host"} and plan.static_bytes == 4 * size * layers + 2 * size
     with pytest.raises(BudgetError):
         make_plan(shape, small_record(layers, 0), replace(host, device=host.device - 1))
+
+
+@pytest.mark.parametrize("which", ["off", "all", "checkpoints"])
+def test_a_plan_that_is_refused_holds_nothing_of_those_who_asked(which: str) -> None:
+    """Where ranks ask for another, the pass goes on: the last one's outputs would stay until the collector runs."""
+    shape = ModelShape(((0,),), (0,), (4000,), (4000,), (20_000,))
+
+    class Held:
+        pass
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(BudgetError) as caught:
+            plan_afloat(shape, small_record(1, 10_000), Settings(5000, 10**6), which)
+        del caught
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
 
 
 KEPT = 500

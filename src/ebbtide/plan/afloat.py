@@ -37,8 +37,12 @@ def plan_afloat(
         if plan.away is None or not plan.away.on_ssd:
             break
     if best is None:
-        assert search.refusal is not None  # nothing leaving is the last choice, and needs no room
-        raise search.refusal
+        refusal = search.refusal
+        assert refusal is not None  # nothing leaving is the last choice, and needs no room
+        try:
+            raise refusal
+        finally:
+            del refusal, search  # see `attempt`: this frame is one of them
     return best
 
 
