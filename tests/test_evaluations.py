@@ -15,6 +15,7 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
 from ebbtide.run.evaluations import larger
+from group import group_of
 from harness import Count, config_of
 
 WIDTH, TOKENS = 32, 64
@@ -117,6 +118,36 @@ def test_what_is_refused_has_not_run(between: bool) -> None:
             engine.step()
     assert ran and refused and max(ran) < min(refused)
     engine.close()
+
+
+def evaluated(memory: int, between: bool) -> tuple[set[int], set[int], set[int]]:
+    """By rows of an evaluation on ranks: which ran, which were refused, and which of these had run in part."""
+    engine = ebbtide.initialize(
+        Net(),
+        config_of(precision="fp32", device={"memory": memory}, host={"memory": "64MB"}, chunk_size="4KiB"),
+    )
+    net, found = engine.module, (set[int](), set[int](), set[int]())
+    for rows in range(2, 26):
+        engine.backward(engine(ids(2)))
+        if not between:
+            engine.step()
+        before = net.runs
+        loss, peak = evaluate(engine, ids(rows))
+        assert peak <= memory
+        found[loss is None].add(rows)
+        if loss is None and net.runs != before:
+            found[2].add(rows)
+        if between:
+            engine.step()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["after a step", "before it"])
+@pytest.mark.parametrize("memory", [66_000, 68_000, 70_000])
+def test_on_ranks_what_is_refused_has_not_run(memory: int, between: bool) -> None:
+    for ran, refused, begun in group_of(2).run(evaluated, memory, between):
+        assert ran and refused and max(ran) < min(refused) and not begun
 
 
 def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ebbtide.memory.chunk import Chunk
 from ebbtide.plan.draft import Plan
 from ebbtide.plan.residency import Use
-from ebbtide.plan.shape import PARAM, ModelShape
+from ebbtide.plan.shape import PARAM, WHOLE, ModelShape
 from ebbtide.plan.uses import SCALARS, least_room
 from ebbtide.record import Record
 from ebbtide.run.imagining import Imagining
@@ -102,9 +103,6 @@ class Evaluations:
         return True
 
     def _uses_of(self, record: Record) -> tuple[Use, ...]:
-        """Of a rank that gathers chunks, others' wishes are served in between: it is left to them."""
-        if self._shape.shared:
-            return ()
         return tuple(
             Use(chunk, access.first, access.last)
             for access in record.accesses
@@ -112,25 +110,40 @@ class Evaluations:
         )
 
     def _seat(self, need: Need) -> None:
-        """What it uses of chunks at once has room beside it, or it is refused before it runs."""
+        """What it uses of chunks at once has room beside it, or it is refused before it runs. What ranks share is
+        gathered beside its slice, where it is not there."""
         if not need.uses:
             return
-        free = {
-            chunk.index: chunk
-            for chunk in self._room.store.chunks.values()
-            if chunk.kind == PARAM and not chunk.pins
-        }
-        sizes = [count if chunk in free else 0 for chunk, count in enumerate(self._shape.parameter_bytes)]
+        shape, room = self._shape, self._room
+        free = {chunk.index: chunk for chunk in self._free(WHOLE) + self._free(PARAM) if self._is_used(chunk)}
+        slices = {chunk.index: chunk for chunk in self._free(PARAM) if chunk.index in shape.shared}
+        count = range(shape.chunks)
+        sizes = [free[i].nbytes if i in free else 0 for i in count]
+        sizes += [
+            slices[i].nbytes if i in slices and i in free and free[i].device is None else 0 for i in count
+        ]
+        first: dict[int, list[int]] = {}
+        for use in need.uses:
+            first.setdefault(use.first, []).append(shape.chunks + use.item)
+        # One after the other: the largest slice at a time.
+        gathers = tuple(Use(max(items, key=lambda i: sizes[i]), at, at) for at, items in first.items())
         length = 1 + max(use.last for use in need.uses)
-        needed = least_room([0] * length, sizes, need.uses)
-        there = sum(chunk.nbytes for chunk in free.values() if chunk.device is not None)
-        if needed > there + self._room.ledger.room("device"):
-            self._room.make("device", needed)
+        needed = least_room([0] * length, sizes, need.uses + gathers)
+        there = sum(chunk.nbytes for chunk in (*free.values(), *slices.values()) if chunk.device is not None)
+        if needed > there + room.ledger.room("device"):
+            room.make("device", needed)
+
+    def _is_used(self, chunk: Chunk) -> bool:
+        """Whether it is what is computed with."""
+        return (chunk.kind == WHOLE) == (chunk.index in self._shape.shared)
+
+    def _free(self, kind: str) -> list[Chunk]:
+        """Those that nothing keeps where they are."""
+        return [chunk for chunk in self._room.store.chunks.values() if chunk.kind == kind and not chunk.pins]
 
     def _short(self, level: int) -> int:
         """Bytes that are missing for it beside what cannot leave and any two chunks of parameters."""
-        ledger, chunks = self._room.ledger, self._room.store.chunks.values()
-        free = [chunk for chunk in chunks if chunk.kind == PARAM and not chunk.pins]
+        ledger, free = self._room.ledger, self._free(PARAM) + self._free(WHOLE)
         held = ledger.reserved["device"] - sum(chunk.nbytes for chunk in free if chunk.device is not None)
         largest = max((chunk.nbytes for chunk in free), default=0)
         return level + self._room.held + held + 2 * largest - self._room.budget("device")
