@@ -7,6 +7,7 @@ import torch
 
 import ebbtide
 import zoo
+from ebbtide.errors import BudgetError
 from harness import batch_of, config_of
 
 
@@ -74,3 +75,31 @@ def test_what_was_fetched_for_nothing_leaves_before_what_a_moment_is_to_use(evic
         tried += 1
     assert tried > 2
     engine.close()
+
+
+def test_losses_that_a_loop_still_holds_cost_nothing_at_the_least_budget() -> None:
+    """Each moment has room for a few; for eight bytes more a chunk would leave, and have to come back."""
+    moved = []
+    for holds in (False, True):
+        engine = ebbtide.initialize(zoo.build("gpt2"), config_of(device={"memory": 1_000_000}, accumulate=3))
+        while True:  # takes the advice until a step is done, and counts from there
+            held: list[torch.Tensor] = []
+            try:
+                for number in range(9):
+                    loss = engine(**batch_of("gpt2", number, torch.bfloat16, "cpu")).loss
+                    engine.backward(loss)
+                    engine.step()
+                    if holds:
+                        held.append(loss)
+            except BudgetError as error:
+                more = engine.config.device.memory + error.short
+                engine.close()
+                engine = ebbtide.initialize(
+                    zoo.build("gpt2"), config_of(device={"memory": more}, accumulate=3)
+                )
+                continue
+            break
+        assert engine._session.room.held == 0
+        moved.append((engine.config.device.memory, engine.stats()["moved_bytes"]))
+        engine.close()
+    assert moved[0] == moved[1]

@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -354,16 +355,22 @@ class Sharing:
     def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Parameters that every rank has get their mean gradients, where those lie."""
         here = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        for name in sorted(set().union(*self.ranks.objects(here))):
-            parameters[name].grad = self._mean(parameters[name], in_place=True)
+        found, room = self._told(here)
+        for name in sorted(set().union(*found)):
+            parameters[name].grad = self._mean(parameters[name], room, in_place=True)
 
     def mean(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The mean gradient over the ranks of one of them, if some rank has one."""
-        if not any(self.ranks.objects(parameter.grad is not None)):
-            return None
-        return self._mean(parameter, in_place=False)
+        found, room = self._told(parameter.grad is not None)
+        return self._mean(parameter, room, in_place=False) if any(found) else None
 
-    def _mean(self, parameter: nn.Parameter, in_place: bool) -> torch.Tensor:
+    def _told(self, mine: Any) -> tuple[list[Any], int]:
+        """What each rank has, and the bytes that all of them have for exchanges, while there is none."""
+        self.reductions.finish()
+        rows = self.ranks.objects((mine, self.reductions.received.size))
+        return [row[0] for row in rows], min(row[1] for row in rows)
+
+    def _mean(self, parameter: nn.Parameter, room: int, in_place: bool) -> torch.Tensor:
         shape, stride, grad = tuple(parameter.shape), parameter.stride(), parameter.grad
         if grad is None:
             flat = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
@@ -371,19 +378,18 @@ class Sharing:
             flat = laid_like(grad.detach(), shape, stride, parameter.dtype)
         into = flat if in_place else torch.empty_like(flat)
         crew = self._crews[self.ranks.size]
-        self.reductions.finish()
-        memory = self._received(flat)
+        memory = self._received(flat, room)
         for start, count in portions(flat.numel(), memory.numel() // crew.size):
             received = memory[: crew.size * count]
             crew.gather(received, flat[start : start + count]).wait()
             self._kernels.sum_ranks(into[start : start + count], received, 1.0 / crew.size)
         return into.as_strided(shape, stride)
 
-    def _received(self, flat: torch.Tensor) -> torch.Tensor:
-        """Where parts of it come from all ranks: what exchanges have, while there is none."""
-        received, each = self.reductions.received, self.ranks.size * flat.dtype.itemsize
-        if received.size >= each and flat.device == self._store.backend.device:
-            return received.take(received.size // each * each).view(flat.dtype)
+    def _received(self, flat: torch.Tensor, room: int) -> torch.Tensor:
+        """Where parts of it come from all ranks, as many on each of them."""
+        each = self.ranks.size * flat.dtype.itemsize
+        if room >= each and flat.device == self._store.backend.device:
+            return self.reductions.received.take(room // each * each).view(flat.dtype)
         return torch.empty(self.ranks.size * min(flat.numel(), APART), dtype=flat.dtype, device=flat.device)
 
 
