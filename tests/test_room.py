@@ -82,7 +82,7 @@ def test_losses_that_a_loop_still_holds_cost_nothing_at_the_least_budget() -> No
     least = []
     for holds in (False, True):
         engine = ebbtide.initialize(zoo.build("gpt2"), config_of(device={"memory": 1_000_000}, accumulate=3))
-        while True:  # takes the advice until a step is done, and counts from there
+        while True:  # takes the advice until three steps are done
             held: list[torch.Tensor] = []
             try:
                 for number in range(9):
