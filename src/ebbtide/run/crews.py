@@ -59,6 +59,13 @@ class Crew:
         with self.ranks.naming(), _disable_current_modes():
             return Pending(all_gather(lent(whole), lent(mine), self.group, async_op=True), self.ranks)
 
+    def fill(self, whole: torch.Tensor, mine: torch.Tensor, wanting: Sequence[int]) -> Pending | None:
+        """Starts filling `whole` where this rank is one of those that want it; None where that is over already."""
+        if len(wanting) == self.size:
+            return self.gather(whole, mine)
+        self.pass_on(whole, mine, wanting)
+        return None
+
     def pass_on(self, whole: torch.Tensor | None, mine: torch.Tensor, wanting: Sequence[int]) -> None:
         """The same where only some want it, by their place in the crew; the others have no `whole`."""
         if whole is not None:

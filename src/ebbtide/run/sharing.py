@@ -277,6 +277,8 @@ class Sharing:
                     self._make_room(index)
                 placed.enter_context(self._places.placed(source, "device"))
             except BudgetError:
+                if wants and self._gather_straight(source, whole, crew, wanting):
+                    return
                 if not self._gather_beside(source, crew, wanting) or wants:
                     raise
                 return
@@ -287,13 +289,26 @@ class Sharing:
                 return
 
             def start(memory: torch.Tensor) -> tuple[Event, int]:
-                sent = (len(wanting) - 1) * source.nbytes
-                if len(wanting) == crew.size:
-                    return _Gathering(crew.gather(memory, mine), source), sent
-                crew.pass_on(memory, mine, wanting)
-                return OVER, sent
+                work = crew.fill(memory, mine, wanting)
+                return OVER if work is None else _Gathering(work, source), (len(wanting) - 1) * source.nbytes
 
             self._store.gather(whole, start)
+
+    def _gather_straight(self, source: Chunk, whole: Chunk, crew: Crew, wanting: Sequence[int]) -> bool:
+        """Without room for the slice beside the whole: it goes from where it is to its place there. Plans do not foresee
+        it where they had the whole stay from its last use on, and it left for something that came in another order."""
+        try:
+            self._places.room.make_for(whole, "device")
+        except BudgetError:
+            return False
+
+        def start(memory: torch.Tensor) -> tuple[Event, int]:
+            mine = crew.part(memory, crew.rank)
+            copy_out(self._store, source, 0, mine.view(source.dtype))
+            return crew.fill(memory, mine, wanting) or OVER, (len(wanting) - 1) * source.nbytes
+
+        self._store.gather(whole, start)
+        return True
 
     def _crew(self, index: int) -> Crew:
         return self._crews[self._store.crew(index)]
