@@ -79,10 +79,8 @@ class Scaled(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.scale, self.mix = (
-            nn.Parameter(torch.ones(width)),
-            nn.Parameter(torch.randn(width, width) / width),
-        )
+        self.scale = nn.Parameter(torch.ones(width))
+        self.mix = nn.Parameter(torch.randn(width, width) / width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + (x * self.scale) @ self.mix.tanh()
@@ -129,7 +127,7 @@ class Drawn:
     length: int
     tied: bool
     shorter: bool
-    """Every other batch is half as long."""
+    """Every other batch of a rank is half as long; alone, every other two."""
     evaluates: bool
     """After each step."""
 
@@ -319,8 +317,8 @@ def test_a_random_model_trains_exactly_within_its_budget(drawn: Drawn, config: d
 def test_a_whole_that_left_comes_back_without_room_for_its_slice() -> None:
     """Found so: the tied embedding stays from its first use to its second in the plan, and leaves in the engine."""
     drawn = Drawn(("attend", "attend"), (), width=32, length=8, tied=True, shorter=False, evaluates=False)
-    settings = {"precision": "bf16", "eviction": "list-order", "master": "split", "accumulate": 2}
-    config = config_of(**settings, clip=None, prefetch=False, chunk_size="8KiB", host={"memory": AMPLE})
+    chosen = {"precision": "bf16", "eviction": "list-order", "master": "split", "accumulate": 2}
+    config = config_of(**chosen, clip=None, prefetch=False, chunk_size="8KiB", host={"memory": AMPLE})
     wanted = group_of(RANKS).run(plain, drawn, config)[0]
     for budget in (104_000, 106_000):
         for done in group_of(RANKS).run(train, drawn, config, budget):
