@@ -37,15 +37,28 @@ _positive = number("a number above zero", lambda x: x > 0)
 _not_negative = number("a number of at least zero", lambda x: x >= 0)
 
 
+WEIGHT_DECAY = {"adamw": 0.01, "adam": 0.0}
+"""By rule: what torch.optim decays by where nobody says otherwise."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     path: ClassVar[str] = "optimizer"
 
     name: Annotated[str, choice("adamw", "adam")] = "adamw"
-    lr: Annotated[float, _not_negative] = 1e-4
+    lr: Annotated[float, _not_negative] = 1e-3
     betas: Annotated[tuple[float, float], pair(_fraction)] = (0.9, 0.999)
     eps: Annotated[float, _positive] = 1e-8
-    weight_decay: Annotated[float, _not_negative] = 0.01
+    weight_decay: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
+    """Left out, torch's default for the rule: 0.01 for adamw, none for adam."""
+    follows: ClassVar[bool] = False
+    """Whether weight_decay was left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "follows", self.weight_decay is None)
+        if self.follows:
+            object.__setattr__(self, "weight_decay", WEIGHT_DECAY[self.name])
 
 
 @dataclass(frozen=True)
@@ -70,12 +83,20 @@ class SsdConfig(Section):
 
     folder: Annotated[tuple[str, ...], folders] = ()
     """One on each disk, all used alike; a string for a single one."""
-    memory: Annotated[int | Auto, size(least=0)] = 0
-    """Of all folders together."""
+    memory: Annotated[int | Auto, optional(size(least=0))] = None  # type: ignore[assignment]
+    """Of all folders together. Left out, `auto` where a folder is named, and else 0."""
     checksums: Annotated[bool, flag] = False
     """What is read is compared with what was written."""
     endurance: Annotated[int, size(least=0, auto=False)] = 0
     """Bytes that may be written in the disks' life (TBW), such as '600TB'; 0: not known."""
+    follows: ClassVar[bool] = False
+    """Whether memory was left out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "follows", self.memory is None)
+        if self.follows:
+            object.__setattr__(self, "memory", "auto" if self.folder else 0)
 
 
 @dataclass(frozen=True)
@@ -93,8 +114,8 @@ class Config(Section):
     updates: Annotated[str, choice("exact", "in-backward", "lock-free")] = "exact"
     max_staleness: Annotated[int, whole()] = 4
     accumulate: Annotated[int, whole(most=1_000_000)] = 1
-    clip: Annotated[float | None, optional(_positive)] = None
-    """Global norm; absent: no clipping."""
+    clip: Annotated[float | None, optional(_not_negative)] = None
+    """Global norm; absent or 0: no clipping."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()
     host_modules: Annotated[tuple[str, ...], patterns] = ()
     offload_activations: Annotated[str, choice("off", "checkpoints", "all")] = "off"
@@ -115,6 +136,8 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.clip:
+            object.__setattr__(self, "clip", None)
         if self.precision == "fp16" and self.master == "split":
             raise refuse(
                 self.key("master"),
@@ -181,9 +204,17 @@ class Config(Section):
         """Plain values that JSON and TOML can hold; `read` gives an equal config back."""
         return plain(self)
 
+    def _as_asked(self) -> dict[str, Any]:
+        """As `to_dict`, without what follows from other keys: that is to follow from the changed ones."""
+        asked = self.to_dict()
+        for table, key in (("optimizer", "weight_decay"), ("ssd", "memory")):
+            if getattr(self, table).follows:
+                del asked[table][key]
+        return asked
+
     def with_(self, changes: Mapping[str, object]) -> Config:
         """A copy with some keys changed; keys inside tables are dotted: `{"device.memory": "1GB"}`."""
-        changed = self.to_dict()
+        changed = self._as_asked()
         for key, value in changes.items():
             *tables, last = key.split(".")
             table = changed

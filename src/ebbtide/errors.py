@@ -16,11 +16,12 @@ class ConfigError(EbbtideError):
     """A setting that is unknown, of the wrong type, out of range, or at odds with another one."""
 
 
-class BudgetError(EbbtideError):
-    """A tier is too small; says by how many bytes, and which settings would fit."""
+class BudgetError(EbbtideError, RuntimeError):
+    """A tier is too small; says by how many bytes, and which settings would fit. Loops that look for a batch that fits
+    know it by its kind and its words: a RuntimeError with " out of memory." in its one argument."""
 
     def __init__(self, message: str, *, tier: str, short: int, advice: str) -> None:
-        super().__init__(f"{message}; {advice}")
+        super().__init__(f"The {tier} budget is out of memory. {message}; {advice}")
         self.message = message
         self.tier = tier
         self.short = short
