@@ -24,14 +24,18 @@ AMPLE = 1 << 17
 def once(imagine: Callable[..., Record]) -> Callable[..., Record]:
     found: dict[Hashable, Record] = {}
 
-    def remembered(module: nn.Module, *given: Any, saved: bool, free: float) -> Record:
+    def remembered(module: nn.Module, *given: Any, saved: bool, free: float, function: Any) -> Record:
         parameters, args, kwargs, signature, fixed, *_ = given
         what = zoo.built(module)
-        if what is None or free - fixed - storage_bytes(tensors_in((args, kwargs))) < AMPLE:
-            return imagine(module, *given, saved=saved, free=free)
+        if (
+            what is None
+            or function is not module
+            or free - fixed - storage_bytes(tensors_in((args, kwargs))) < AMPLE
+        ):
+            return imagine(module, *given, saved=saved, free=free, function=function)
         key = (what, parameters, signature, fixed, saved)
         if key not in found:
-            found[key] = imagine(module, *given, saved=saved, free=free)
+            found[key] = imagine(module, *given, saved=saved, free=free, function=function)
         return found[key]
 
     return remembered

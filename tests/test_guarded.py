@@ -116,7 +116,7 @@ def test_numbers_and_counts_are_those_of_steps_that_look_first(
         engine.close()
     assert shas[0] == shas[1]
     assert said[0] == said[1] and all(result.updated for result in said[0][3:])
-    assert (said[0][-1].grad_norm is not None) is ("clip" in changes)
+    assert said[0][-1].grad_norm is not None
 
 
 def refused_loss(engine: ebbtide.Engine) -> None:

@@ -13,6 +13,7 @@ import zoo
 from ebbtide.errors import NonFiniteError
 from ebbtide.run import chunk_updates
 from ebbtide.run.resting import Resting
+from ebbtide.runtime.gradients.held import HeldGradient
 from harness import Count, config_of
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -428,7 +429,8 @@ def test_a_backward_that_raises_leaves_nothing_behind(accumulate: int, early: bo
         with pytest.raises(ZeroDivisionError):
             engine.backward(loss)
         handle.remove()
-        assert all(parameter.grad is None for parameter in parameters.values())
+        held = HeldGradient if early and accumulate > 1 else type(None)
+        assert all(type(parameter.grad) is held for parameter in parameters.values())
         assert engine._session.micro == (accumulate - 1 if early else 0)
         if early and accumulate > 1:
             engine.backward(engine(**zoo.ZOO["gpt2"].batch(200)).loss)

@@ -9,6 +9,7 @@ from torch import nn
 import ebbtide
 import zoo
 from ebbtide.record import ATTENTION, MATMUL, Record
+from ebbtide.runtime.planning.call import Call
 from harness import config_of
 
 TOLERANCE = 0.01
@@ -165,7 +166,7 @@ class Replacing(nn.Module):
 def test_buffers_that_forward_replaces_hide_nothing_of_an_imagined_pass() -> None:
     engine = ebbtide.initialize(Replacing(), config_of(precision="fp32", device={"memory": "10MB"}))
     session, x = engine._session, torch.randn(16, 32)
-    imagined = [session.imagining.imagine("", (x,), {}) for _ in range(4)]
+    imagined = [session.imagining.imagine(Call(session.module, (x,), {}, "")) for _ in range(4)]
     engine.backward(engine(x))
     live = session.recording.last
     assert live is not None
@@ -207,7 +208,7 @@ def test_what_fake_kernels_say_otherwise(kind: type[nn.Module]) -> None:
     that was written in place."""
     engine = ebbtide.initialize(kind(), config_of(precision="fp32", device={"memory": "10MB"}))
     session, x = engine._session, torch.randn(4, 17, 32)
-    imagined = session.imagining.imagine("", (x,), {})
+    imagined = session.imagining.imagine(Call(session.module, (x,), {}, ""))
     engine.backward(engine(x))
     live = session.recording.last
     assert live is not None and imagined is not None

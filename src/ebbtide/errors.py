@@ -21,7 +21,7 @@ class BudgetError(EbbtideError, RuntimeError):
     know it by its kind and its words: a RuntimeError with " out of memory." in its one argument."""
 
     def __init__(self, message: str, *, tier: str, short: int, advice: str) -> None:
-        super().__init__(f"The {tier} budget is out of memory. {message}; {advice}")
+        super().__init__(f"The budget is out of memory. {message}; {advice}")
         self.message = message
         self.tier = tier
         self.short = short

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -23,20 +23,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         module: nn.Module,
         groups: Iterable[dict[str, Any]],
         defaults: dict[str, Any],
-        update: Callable[[], None],
+        update: Callable[[], bool],
         clear: Callable[[], None],
     ) -> None:
+        """`update`: takes the engine's step, and says whether it was skipped."""
+        self.step_was_skipped = False
+        """Whether the last step changed nothing: its gradients were not finite."""
         self._module = module
         self._update = update
         self._clear = clear
         super().__init__(groups, defaults)
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The engine's step. A closure, which runs forward and backward, is called first; this gives what it does."""
+        loss = None
         if closure is not None:
-            raise UnsupportedError(
-                "a closure would evaluate the model again inside the update; call engine.step()"
-            )
-        self._update()
+            with torch.enable_grad():
+                loss = closure()
+        self.step_was_skipped = self._update()
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         place, group = len(self.param_groups), dict(param_group)
@@ -48,10 +53,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
                 "pass those of module.parameters()"
             )
-        odd = set(group) - {"params", "name", "initial_lr", *self.defaults}
-        if odd:
-            key = sorted(odd)[0]
-            raise ConfigError(f"param_groups[{place}]: {key!r} is not a setting{nearest(key, self.defaults)}")
+        group = as_settings(group, place)
         require_settings({**self.defaults, **group}, place)
         super().add_param_group(group)
 
@@ -60,7 +62,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether somebody else's code runs as a step begins, which may change settings or weights."""
         step = vars(self).get("step")
         replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-        return replaced or bool(self._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+        everywhere = torch_optimizer._global_optimizer_pre_hooks.values()
+        others = any(
+            (getattr(hook, "__module__", None) or "").partition(".")[0] != "ebbtide" for hook in everywhere
+        )
+        return replaced or others or bool(self._optimizer_step_pre_hooks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that are held; after a step there are none."""
@@ -95,11 +101,62 @@ class EngineOptimizer(torch.optim.Optimizer):
     __reduce_ex__ = _refuse_copy
 
 
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_KEPT = (
+    "params",
+    "param_names",
+    "name",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+    *SETTINGS,
+)
+"""Of a group; some are schedulers'."""
+_OFF: dict[str, tuple[Any, ...]] = {
+    "amsgrad": (False,),
+    "maximize": (False,),
+    "capturable": (False,),
+    "differentiable": (False,),
+    "foreach": (None, False, True),
+    "fused": (None, False, True),
+    "decoupled_weight_decay": (False, True),
+}
+"""What torch's optimizers have besides, and with which values it means nothing here."""
+
+
+def as_settings(group: Mapping[str, Any], place: int, rule: str = "") -> dict[str, Any]:
+    """A group of torch's as one of the engine's: what means nothing here goes, what would mean something is refused.
+    `rule`: the one that updates."""
+    found = {}
+    for key, value in group.items():
+        if key in _KEPT:
+            found[key] = value
+        elif key not in _OFF:
+            raise ConfigError(
+                f"param_groups[{place}]: unknown setting {key!r}{nearest(key, SETTINGS)}; known here: "
+                f"{', '.join(SETTINGS)}"
+            )
+        elif value not in _OFF[key]:
+            raise ConfigError(
+                f"param_groups[{place}]: expected {key} = {_OFF[key][0]}, found {value!r}: the engine's rules have "
+                f"{', '.join(SETTINGS)}, and no {key}"
+            )
+    decoupled = group.get("decoupled_weight_decay", rule == "adamw")
+    if rule and decoupled != (rule == "adamw") and group.get("weight_decay"):
+        raise ConfigError(
+            f"param_groups[{place}]: expected decoupled_weight_decay = {rule == 'adamw'}, as in the other groups, found "
+            f"{decoupled}: one rule updates all of them"
+        )
+    return found
+
+
 def make_optimizer(
     module: nn.Module,
     settings: OptimizerConfig,
     param_groups: Iterable[Any] | None,
-    update: Callable[[], None],
+    update: Callable[[], bool],
     clear: Callable[[], None],
 ) -> EngineOptimizer:
     """With the user's groups, or one of all parameters that require gradients."""

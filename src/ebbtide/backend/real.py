@@ -19,7 +19,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def _unreal() -> bool:
+def unreal() -> bool:
+    """Whether new tensors are no memory here, or operators something else."""
     return (
         torch._C._get_dispatch_mode(_FAKE) is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -29,7 +30,7 @@ def _unreal() -> bool:
 @contextmanager
 def real() -> Iterator[None]:
     """Operators are what they are. Other modes, that count or measure, stay."""
-    if not _unreal():
+    if not unreal():
         yield
         return
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
@@ -39,7 +40,7 @@ def real() -> Iterator[None]:
 def on_real_memory(method: Method) -> Method:
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not _unreal():
+        if not unreal():
             return method(*args, **kwargs)
         with real():
             return method(*args, **kwargs)

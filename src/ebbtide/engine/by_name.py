@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,8 +55,9 @@ class ByName(Held):
         yield {n: values.whole(session, n, value) for n, value in found.items() if value is not None}
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
-        """All parameters stay on the device: for generate() and evaluation."""
+    def resident(self, write: bool = False) -> Iterator[None]:
+        """All parameters stay on the device: for generate() and evaluation. With `write` they may be changed there, in
+        whatever way: merged, averaged, through `.data`. What was changed counts, bit by bit, and nothing else."""
         session = self._open()
         session.reclaim()
         if session.lock_free is not None:
@@ -62,7 +65,25 @@ class ByName(Held):
         session.executor.updater.flush()  # one by one they have room, not beside all parameters
         session.hold_outputs()
         with session.places.resident():
-            yield
+            session.data.watch_writes()
+            try:
+                yield
+            finally:
+                self._notice_live_writes(write)
+
+    def _notice_live_writes(self, asked: bool) -> None:
+        data, names = self._session.data, []
+        try:
+            if not self._closed:
+                names = [data.names[member] for member in data.live.members if data.notice_live_write(member)]
+        finally:
+            data.live.end()
+        if names and not asked:
+            warnings.warn(
+                f"{names[0]}{f' and {len(names) - 1} others' if names[1:] else ''} were written through .data within "
+                "engine.resident(). The writes count; engine.resident(write=True) says that they are meant",
+                stacklevel=4,
+            )
 
     def _match(self, patterns: tuple[str, ...]) -> list[str]:
         names = values.names(self._session)
@@ -77,13 +98,17 @@ class ByName(Held):
         session.reclaim()
         return values.state_dict(session)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes weights and buffers by name; every key must be there and no other."""
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
+        """Takes weights and buffers by name; every key must be there and no other, unless `strict` is False. Returns
+        what was missing and what was not known, as torch's own does."""
         session = self._open()
+        found = values.compare_keys(session, state, strict)
         self._end_pending()
         self._clear()
         values.load_state_dict(session, state)
-        self._mend()
+        if not found.missing_keys:
+            self._mend()
+        return found
 
     def load_weights(self, folder: str | Path) -> None:
         """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes

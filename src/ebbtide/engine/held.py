@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ebbtide.config import Config
+from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.errors import StateError
 from ebbtide.intercept.compiled import has_compiler
 from ebbtide.run.companions import Companions
@@ -48,6 +49,8 @@ class Held:
     """Why some parameters are updated and others are not, until all of them are written."""
     _losses: list[torch.Tensor]
     """Of this step, so far."""
+    _own_backward: OwnBackward
+    _clip_once: float | None
 
     def _open(self) -> Session:
         """The session, for reading and writing values."""
@@ -59,6 +62,7 @@ class Held:
                 "has none of its threads; give the child the values that it needs, or a module and an engine of its own"
             )
         with self._alone():
+            self._own_backward.give_up()
             return self._session
 
     @contextmanager
@@ -89,7 +93,12 @@ class Held:
         """Drops gradients that were held, and what was counted for this step."""
         self._session.drop_gradients()
         self._session.unmanaged.discard()
-        self._losses = []
+        self._losses, self._clip_once = [], None
+
+    def _notice_dropped(self) -> None:
+        """Gradients that the user's code has set to None are dropped."""
+        if self._session.notice_dropped():
+            self._losses = []
 
     def _end_pending(self) -> None:
         """Before all weights are written. What an engine that is broken has pending may never be done: it goes."""

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from ebbtide.engine.foreign import Schedulers
 from ebbtide.engine.held import Held, alone
-from ebbtide.errors import NonFiniteError, StateError
+from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Decision, Guarded, Scaling
 from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.scaler import LossScaler
@@ -23,7 +26,7 @@ class StepResult:
     skipped: bool = False
     """The gradients were not finite, and the config says to go on."""
     grad_norm: float | None = None
-    """Global norm of the mean gradient, before clipping; only with clipping or loss scaling."""
+    """Global norm of the mean gradient, before clipping; None where nothing was updated, or in backward."""
     loss_scale: float = 1.0
 
 
@@ -31,10 +34,15 @@ class Stepping(Held):
     optimizer: EngineOptimizer
     _scaler: LossScaler | None
     _saver: Saver
+    _schedulers: Schedulers
     _stepping: bool
     """Whether it is the engine that calls the optimizer."""
     _factor: float
     """What gradients are multiplied with."""
+    _clip_once: float | None
+    """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
+    last_step: StepResult | None
+    """What the last call of `step` gave, whoever called it."""
 
     @property
     def loss_scale(self) -> float:
@@ -43,57 +51,106 @@ class Stepping(Held):
     @alone
     def step(self) -> StepResult:
         """Updates the weights, on every `accumulate`-th call."""
+        self.last_step = None
+        self.last_step = found = self._step()
+        return found
+
+    @alone
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """The global norm of the gradients that are held; `step` scales them down to `max_norm` where it is larger. In
+        place of torch.nn.utils.clip_grad_norm_, between backward and `step`."""
+        self._check()
+        if self.config.updates == "in-backward":
+            raise UnsupportedError(
+                'clip_grad_norm_: updates = "in-backward" has consumed the gradients; use updates = "exact"'
+            )
+        if not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise ConfigError(f"clip_grad_norm_: expected a norm above zero, found {max_norm!r}")
+        self._notice_dropped()
+        session = self._session
+        if session.micro:
+            session.average_unmanaged()
+            norm = self._decide(Scaling(self._unscale(), None)).norm
+        else:
+            norm = 0.0  # as in plain PyTorch, where there are no gradients
+        self._clip_once = float(max_norm)
+        session.updates.show()
+        return torch.tensor(norm)
+
+    def _unscale(self) -> float:
+        return 1.0 / (self.loss_scale * self.config.accumulate * self._session.pieces)
+
+    def _step(self) -> StepResult:
         self._check()
         self._saver.look()
+        self._schedulers.look()
+        self._notice_dropped()
         session = self._session
         if session.micro == 0:
-            raise StateError(
-                "engine.step() without a backward pass before it: call engine.backward(loss) first, in place of "
-                "loss.backward()"
-            )
+            raise StateError(self._without_backward())
         if session.micro < self.config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
         if self.config.updates != "in-backward":
             session.updates.regroup(self.optimizer.param_groups)
         session.meet(STEP, self.steps)
         session.average_unmanaged()
+        self._refuse_nothing()
         if self.config.updates == "in-backward":
             self._refuse_nonfinite_outside()
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
         session.foresee()
-        unscale = 1.0 / (self.loss_scale * self.config.accumulate * session.pieces)
-        scaling = Scaling(unscale, self.config.clip)
+        scaling = Scaling(self._unscale(), self.config.clip if self._clip_once is None else self._clip_once)
         decision = self._step_guarded(scaling)
         if decision is None:
             if bad := self._nonfinite():
                 return self._refuse(bad)
             decision = self._decide(scaling)
             self._take(decision)
-        norm = decision.norm if self._norm_matters else None
-        return StepResult(True, grad_norm=norm, loss_scale=self.loss_scale)
+        return StepResult(True, grad_norm=decision.norm, loss_scale=self.loss_scale)
+
+    def _without_backward(self) -> str:
+        if self._session.brought():
+            return (
+                "engine.step(): gradients came, but from no output of a pass: the loss was computed from something that "
+                "forward keeps and does not return, or the backward was another engine's. Return it from forward, or "
+                "call engine.backward(loss)"
+            )
+        return (
+            "engine.step() without a backward pass before it: call engine.backward(loss), or loss.backward(), on a loss "
+            "that comes from engine(...) or from a call of the module. Where the gradients were set to zero since, "
+            "nothing is left to apply"
+        )
+
+    def _refuse_nothing(self) -> None:
+        """A backward pass was there and brought no parameter of the optimizer a gradient."""
+        session, companions = self._session, self._companions
+        if session.brought() or (companions is not None and companions.stages is not None):
+            return  # another stage may have all of them
+        session.drop_gradients()
+        session.unmanaged.discard()
+        self._losses = []
+        raise StateError(
+            "engine.step(): backward brought no gradient to a parameter of the optimizer, so nothing would be trained: "
+            "the loss comes from something else than this module's parameters, they are all frozen (requires_grad), or "
+            "none of those that it comes from is in engine.optimizer.param_groups. Nothing was changed"
+        )
 
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""
-        self._losses = []
+        self._losses, self._clip_once = [], None
         self._session.drop_gradients()
         self._session.unmanaged.discard()
         if self._scaler is not None:
             self._scaler.update(True)
         elif self.config.nonfinite != "continue":
             raise NonFiniteError(
-                f"step {self.steps + 1}: {bad}; the weights are as before the step. Lower the learning rate, clip "
-                'gradients, or set nonfinite = "continue" to skip such steps' + self._what_is_away()
+                f"step {self.steps + 1}: {bad}; the weights are as before the step. {self._what_is_away()}Lower the "
+                'learning rate, clip gradients, or set nonfinite = "continue" to skip such steps'
             )
         return StepResult(False, True, loss_scale=self.loss_scale)
 
-    @property
-    def _norm_matters(self) -> bool:
-        return self.config.clip is not None or self._scaler is not None
-
     def _decide(self, scaling: Scaling) -> Decision:
-        if not self._norm_matters:
-            return scaling.decide(0.0)
         total = self._session.updates.square_sum()
         for name in sorted(squares := self._session.unmanaged.squares()):
             total += squares[name]
@@ -103,9 +160,9 @@ class Stepping(Held):
         if all(self._session.data.bound):
             return ""
         return (
-            ". Or forward, or a hook, reads a parameter that is away, and NaN, past its module (through parameters(), "
-            "from a list, from autograd.Function's ctx): read it as its module's attribute, keep it with "
-            "save_for_backward, or name it in `unmanaged`"
+            "Most likely forward, or a hook, had a parameter from a list or from autograd.Function's ctx that was "
+            "away, and NaN: read it as its module's attribute, keep it with save_for_backward, or name it in "
+            "`unmanaged`. If not: "
         )
 
     def _refuse_nonfinite_outside(self) -> None:
@@ -170,23 +227,20 @@ class Stepping(Held):
 
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls."""
-        self._losses = []
+        self._losses, self._clip_once = [], None
         self._stepping = True
         try:
             self.optimizer.step()
         finally:
             self._stepping = False
 
-    def _update(self) -> None:
-        """What `optimizer.step()` does; called by the user it is `engine.step()`."""
+    def _update(self) -> bool:
+        """What `optimizer.step()` does; called by the user it is `engine.step()`. Whether it was skipped."""
         if not self._stepping:
-            self.step()
-            return
+            return self.step().skipped
         session = self._session
-        if session.micro == 0:
-            raise StateError(
-                "optimizer.step() without gradients: call engine.backward(loss), then engine.step()"
-            )
+        if session.micro == 0:  # a hook before the step has dropped them
+            raise StateError(self._without_backward())
         with self._no_way_back():
             if self.config.updates == "in-backward":
                 session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
@@ -197,6 +251,7 @@ class Stepping(Held):
             if self._scaler is not None:
                 self._scaler.update(False)
             self.steps += 1
+        return False
 
 
 def _outlast(guarded: Guarded) -> tuple[Decision | None, BaseException | None]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.config import Config
+from ebbtide.engine.backward import Reversing
 from ebbtide.engine.by_name import ByName
+from ebbtide.engine.face import ModuleFace
+from ebbtide.engine.foreign import Schedulers, handed_over, refuse_foreign_steps
 from ebbtide.engine.held import alone
+from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.saved import Saved
-from ebbtide.engine.stepping import Stepping
-from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.engine.stepping import Stepping, StepResult
+from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.intercept.calls import RootCalls
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
 from ebbtide.run.companions import Companions, find_companions, others_too
@@ -35,12 +39,11 @@ from ebbtide.run.setup import (
     choose,
     refuse_nowhere,
     refuse_unbuilt,
-    signature_of,
     warn_of_slow_products,
 )
 from ebbtide.run.tiers import Tiers, shared_tiers
 from ebbtide.run.waiting import ways_back
-from ebbtide.run.wishes import LOSS
+from ebbtide.runtime.planning.call import call_of
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start
@@ -50,7 +53,7 @@ from ebbtide.state.weights import WeightFiles
 def initialize(
     module: nn.Module,
     config: Config | Mapping[str, Any] | str | Path | None = None,
-    param_groups: Iterable[dict[str, Any]] | None = None,
+    param_groups: torch.optim.Optimizer | Iterable[Any] | None = None,
     *,
     weights: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
@@ -59,7 +62,8 @@ def initialize(
     """Takes over a module's parameters and returns the engine that trains it.
 
     `config` is a Config, a dict of its keys, or a TOML or JSON file. `param_groups` are those of
-    torch.optim.AdamW; left out, all parameters that require gradients form one group. A module on the meta
+    torch.optim.AdamW, or a torch.optim.AdamW or Adam itself, whose settings and schedulers then count; left out, all
+    parameters that require gradients form one group. A module on the meta
     device gets the values that building it on the CPU now would give it; or those of `weights`, a folder of
     safetensors files as `save_pretrained` writes it. `group`: the processes that share the model's chunks, each with
     batches of its own; left out, all that torch.distributed has been told of. `stages`: where `module` is one stage of a
@@ -77,18 +81,19 @@ def _refuse(module: nn.Module, config: Config) -> None:
         raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
 
 
-class Engine(ByName, Saved, Stepping):
+class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
     def __init__(
         self,
         module: nn.Module,
         config: Config,
-        param_groups: Iterable[dict[str, Any]] | None = None,
+        param_groups: torch.optim.Optimizer | Iterable[Any] | None = None,
         tiers: Tiers | None = None,
         weights: str | Path | None = None,
         group: dist.ProcessGroup | None = None,
         stages: dist.ProcessGroup | None = None,
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
+        config, groups, handed = handed_over(config, param_groups)
         ranks = open_ranks(group)
         is_module = isinstance(module, nn.Module)
         companions = find_companions(module, group, stages, ranks) if is_module else None
@@ -115,14 +120,16 @@ class Engine(ByName, Saved, Stepping):
         try:
             with all_or_none(ranks):
                 refuse_nowhere(config, tiers.ledger.budgets)
-                self.optimizer = make_optimizer(
-                    module, config.optimizer, param_groups, self._update, self._clear
-                )
+                self.optimizer = make_optimizer(module, config.optimizer, groups, self._update, self._clear)
+                if handed is not None:
+                    handed.param_groups = self.optimizer.param_groups  # what a scheduler on it changes counts
             self._session = self._take_over(choice, kernels, files, ranks, companions)
         except BaseException:
             tiers.close_unused()
             raise
         self._session.updates.regroup(self.optimizer.param_groups)
+        self._schedulers = Schedulers(self.optimizer)
+        refuse_foreign_steps()
         guard(self._session, self._clear)
         if ranks is None or ranks.rank == 0:
             warn_of_slow_products(choice, tiers.backend.kind)
@@ -133,7 +140,11 @@ class Engine(ByName, Saved, Stepping):
         self._turn = threading.RLock()
         self._losses: list[torch.Tensor] = []
         self._stepping = False
+        self._clip_once: float | None = None
+        self.last_step: StepResult | None = None
         self._saver = Saver(self._session)
+        self._own_backward = OwnBackward(self._session, self._reversing, self._accumulating)
+        self._session.interceptor.keep(RootCalls(module, self.__call__, self._under_way))
 
     def _take_over(
         self,
@@ -159,9 +170,20 @@ class Engine(ByName, Saved, Stepping):
     @alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients enabled it is a training pass, traced and planned."""
+        return self._pass(self.module, args, kwargs)
+
+    @alone
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A pass that runs `function(*args, **kwargs)` in place of the module's forward: a method of the module, or
+        anything else that works with it (`engine.run(model.encode, x)`). It is traced and planned like forward."""
+        return self._pass(function, args, kwargs)
+
+    def _pass(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         idle = session.idle
-        found = self._forward(args, kwargs)
+        if function is not self.module:
+            function = partial(session.interceptor.around, function)
+        found = self._forward(function, args, kwargs)
         if not session.planning.roomy:
             session.outputs.add(found)
         if not session.idle and torch.is_grad_enabled():
@@ -169,9 +191,10 @@ class Engine(ByName, Saved, Stepping):
             if idle and ways == []:
                 session.abandon()  # nobody can go back from it, so it would never end
             session.waiting.made(ways)
+            self._own_backward.watch(found)
         return found
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -180,65 +203,13 @@ class Engine(ByName, Saved, Stepping):
             )
         session = self._session
         session.reclaim()
-        signature = signature_of(args, kwargs, self.module.training)
+        call = call_of(self.module, function, args, kwargs)
         if not torch.is_grad_enabled():
-            with session.evaluating(signature, args, kwargs):
-                return self.module(*args, **kwargs)
-        session.begin_training(signature, args, kwargs)
+            with session.evaluating(call):
+                return call.run()
+        session.begin_training(call)
         with session.running():
-            return self.module(*args, **kwargs)
-
-    @alone
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
-        self._check()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else type(loss).__name__
-            )
-            raise ConfigError(f"backward takes the loss, a tensor with one element; it was given {found}")
-        if isinstance(loss, FakeTensor):
-            raise StateError(
-                "the loss hangs on a tensor of a pass that was only imagined: forward, or a hook, keeps what it "
-                "computes where neither its module's attributes nor its own closure and globals lead. Keep it there"
-            )
-        if loss.grad_fn is None:
-            raise ConfigError(
-                "the loss does not depend on any parameter that requires gradients; nothing to do"
-            )
-        session = self._session
-        in_backward = self.config.updates == "in-backward"
-        if in_backward:
-            self._before_in_backward(loss)
-        session.updates.regroup(self.optimizer.param_groups)
-        self._losses.append(loss.detach())
-        before, captured = session.updates.applied, session.updates.captured
-        outside = session.unmanaged.arrived()
-        try:
-            with session.reversing(last=True):
-                (loss if self._scaler is None else loss * self._scaler.scale).backward()
-        except BaseException as error:
-            # What arrived before the exception is part of no gradient: the step starts anew.
-            if session.updates.captured != captured or session.unmanaged.arrived() != outside:
-                self._clear()
-            else:
-                self._losses.pop()
-            if in_backward and session.updates.applied != before:
-                self._broken = "an exception inside backward left some parameters updated and others not"
-            said = str(error) if isinstance(error, RuntimeError) else ""
-            if session.updates.applied != before and "modified by an inplace operation" in said:
-                raise UnsupportedError(
-                    "a weight was wanted in backward after its gradient had updated it (shared by reentrant "
-                    'checkpoints?), which updates = "in-backward" cannot take back; use updates = "exact"'
-                ) from error
-            if "backward through the graph a second time" in said:
-                raise UnsupportedError(
-                    "a second backward through the same graph: its tensors are gone. Run forward again, or add "
-                    "the losses and call engine.backward once"
-                ) from error
-            raise
+            return call.run()
 
     # -- passes in pieces -----------------------------------------------------------------------------
 
@@ -246,7 +217,7 @@ class Engine(ByName, Saved, Stepping):
         """Forward of a micro-batch, of which several are one pass: `backpropagating` says when it ends."""
         self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
         try:
-            return self._forward(args, kwargs)
+            return self._forward(self.module, args, kwargs)
         except BaseException:
             self._clear()
             raise
@@ -284,19 +255,6 @@ class Engine(ByName, Saved, Stepping):
     @pieces.setter
     def pieces(self, count: int) -> None:
         self._session.pieces = count
-
-    def _before_in_backward(self, loss: torch.Tensor) -> None:
-        if self._session.micro:
-            raise StateError(
-                'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
-                "the next backward"
-            )
-        self._session.meet(LOSS, self.steps)
-        for value in self._session.of_all_ranks([loss.detach()]):
-            if self.config.nonfinite == "stop" and not math.isfinite(value):
-                self._session.abandon()  # nobody goes back from it
-                raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
-        self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
 
     # -- beside the passes ----------------------------------------------------------------------------
 

@@ -55,4 +55,6 @@ def has_compiler() -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_inline")
+    compiled = module._compiled_call_impl
+    was = getattr(compiled, "was_compiled", compiled)  # the engine's calls of the root are no compiled ones
+    return was is not None or hasattr(module.forward, "_torchdynamo_inline")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 from ebbtide.errors import UnsupportedError
 from ebbtide.intercept.compiled import Uncompiled, as_written
 from ebbtide.intercept.observer import Observer
+from ebbtide.intercept.outside import refuse_backward
 from ebbtide.intercept.runs import ParameterRun, Unit
 from ebbtide.intercept.saved import Hooks, SavedTensors, end_regions, innermost, others_save
 from ebbtide.intercept.sums import own_parts
@@ -32,6 +33,12 @@ def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Pa
     found = interceptor()
     if found is not None and not found.deaf:
         found.observer.gradient(index)
+
+
+def _coming(interceptor: weakref.ref[Interceptor], index: int, gradient: torch.Tensor) -> None:
+    found = interceptor()
+    if found is not None:
+        found.coming(index)
 
 
 class ParameterTable(dict[str, Any]):
@@ -83,8 +90,11 @@ class Interceptor:
         runs: Sequence[ParameterRun],
         units: Sequence[tuple[nn.Module, Unit]],
         observer: Observer,
+        coming: Callable[[int], None] = lambda index: None,
     ) -> None:
+        """`coming`: told of a gradient before it is accumulated into a parameter's `.grad`."""
         self.observer = observer
+        self.coming = coming
         self.active = [0] * len(runs)
         self._parameters = list(parameters)
         self._watched = [False] * len(self._parameters)
@@ -97,6 +107,8 @@ class Interceptor:
         self.resting = False
         self.deaf = False
         """Gradients arrive of which the observer need not be told."""
+        self.scopes = 0
+        """How many passes, forward or backward, are under way within each other."""
         self.unnoticed = 0
         """How many units have started of which the observer was not told."""
         self._tied = frozenset(run for run, owners in owned.items() if owners > 1)
@@ -133,8 +145,11 @@ class Interceptor:
         for index, watched in enumerate(self._watched):
             if not watched and self._parameters[index].requires_grad:
                 # Weak: the collector does not look into autograd, so a cycle through it would never be freed.
-                hook = partial(_arrived, weakref.ref(self), index)
-                self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
+                parameter, here = self._parameters[index], weakref.ref(self)
+                hook = parameter.register_hook(partial(_coming, here, index))
+                self._handles.append(hook)
+                hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, here, index))
+                self._handles.append(hook)
                 self._watched[index] = True
 
     def keep(self, handle: Any) -> None:
@@ -184,6 +199,18 @@ class Interceptor:
         # An always-called hook also fires where our own `enter` refused: then there is no frame of this unit.
         if self._frames and self._frames[-1].unit is unit:
             self._close(self._frames.pop())
+        if not self.scopes and not self._frames:
+            refuse_backward(module, output)
+
+    def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function as if it were a module's forward: parameters that it reads stay there until its end."""
+        frame = _Frame(None, innermost())
+        if not self.resting:
+            self._frames.append(frame)
+        found = function(*args, **kwargs)
+        if self._frames and self._frames[-1] is frame:
+            self._close(self._frames.pop())
+        return found
 
     def _close(self, frame: _Frame) -> None:
         if frame.pushed:
@@ -239,6 +266,7 @@ class Interceptor:
     def scope(self) -> Iterator[None]:
         """Around a forward or backward pass of the whole model: hooks outermost, and no frame left behind."""
         depth, top, active = len(self._frames), self._saved.top(), list(self.active)
+        self.scopes += 1
         try:
             if not self.resting:
                 self._saved.push()
@@ -250,6 +278,7 @@ class Interceptor:
             end_regions(error)
             raise
         finally:
+            self.scopes -= 1
             self._close_down_to(depth)
             self._saved.pop_to(top)
 

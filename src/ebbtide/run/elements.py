@@ -15,6 +15,7 @@ def copies_of(data: ModelData, member: int) -> list[tuple[Chunk, str]]:
     data.before_values()
     index = data.places[member].chunk
     data.notice_writes(index)
+    data.notice_live_write(member)
     found = [data.store.chunks.get((kind, index)) for kind in ("param", "master")]
     copies = []
     for chunk in found:

@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -24,6 +23,7 @@ from ebbtide.plan.uses import SCALARS, least_room
 from ebbtide.record import Record
 from ebbtide.run.imagining import Imagining
 from ebbtide.run.room import Room
+from ebbtide.runtime.planning.call import Call
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -51,17 +51,15 @@ class Evaluations:
         """By the shapes of a pass's input, and whether it trains."""
         self._plan: Plan | None = None
 
-    def trained(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def trained(self, plan: Plan, call: Call) -> None:
         """A training pass has this plan."""
         if plan is not self._plan:
             self._plan = plan
-            self._remember(_shapes(args, kwargs), True, Need(max(plan.levels, default=0)))
+            self._remember(_shapes(call), True, Need(max(plan.levels, default=0)))
 
     def make_room(
         self,
-        signature: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: Call,
         planned: int,
         pinned: bool,
         held: int,
@@ -70,7 +68,7 @@ class Evaluations:
         `planned` bytes that the plan at hand has for training: its batches may have been larger before. `pinned`:
         parameters may not leave, or gradients are there, so that there is less room than training has, and what it takes
         has to be known. `held`: bytes of outputs that the loop holds."""
-        shapes = _shapes(args, kwargs)
+        shapes = _shapes(call)
         if shapes is None:
             return False
         measures = [(larger(shapes, one), trains, need.level) for (one, trains), need in self._known.items()]
@@ -85,7 +83,7 @@ class Evaluations:
         little = min((one for one in near if self._short(one + beside) <= 0), default=-1)
         need = self._known.get((shapes, False), Need(little))
         if need.level < 0:
-            record = self._imagining.imagine(signature, args, kwargs)
+            record = self._imagining.imagine(call)
             if record is None:
                 trained = min((one for ratio, trains, one in measures if trains and ratio <= 1.0), default=0)
                 self._room.raise_level(max(trained, self._room.level), guess=True)
@@ -156,9 +154,9 @@ class Evaluations:
                 self._known.popitem(last=False)
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes | None:
+def _shapes(call: Call) -> Shapes | None:
     """None where there is what a pass may change, such as a cache: it could not be imagined and left as it was."""
-    leaves = tree_leaves((args, kwargs))
+    leaves = tree_leaves((call.args, call.kwargs))
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from ebbtide.intercept import Interceptor
@@ -11,6 +9,7 @@ from ebbtide.record import Record
 from ebbtide.run.model import ModelData
 from ebbtide.run.recording import imagine
 from ebbtide.run.unmanaged import Unmanaged
+from ebbtide.runtime.planning.call import Call
 
 
 class Imagining:
@@ -25,7 +24,7 @@ class Imagining:
         self.note = ""
         """Why there was no trace, the last time."""
 
-    def imagine(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+    def imagine(self, call: Call) -> Record | None:
         if self.obstacle:
             self.note = self.obstacle
             return None
@@ -36,9 +35,7 @@ class Imagining:
                 self._data,
                 self._interceptor,
                 self._unmanaged.fixed_bytes(),
-                signature,
-                args,
-                kwargs,
+                call,
                 saved=self._saved,
                 free=ledger.level["device"] + ledger.room("device"),
             )

@@ -86,7 +86,9 @@ class Machinery:
         self.room.begin_turn()  # what others only guess that they will take keeps nothing from this one
         self._make_updates(kernels, ranks, companions)
         self._put_beside(choice, kernels)
-        self.interceptor = Interceptor(module, parameters, runs, units, self.executor)
+        self.interceptor = Interceptor(
+            module, parameters, runs, units, self.executor, self.updates.shown.cover
+        )
         carried = HostModules(choice.hosted.values(), self.backend.device, self.store.traffic.moved)
         for handle in carried.handles:
             self.interceptor.keep(handle)
@@ -107,7 +109,7 @@ class Machinery:
         if companions is not None:
             companions.know(self.data.names)
         made.stop_nonfinite = config.nonfinite == "stop"
-        made.norm_wanted = config.clip is not None or config.precision == "fp16"
+        made.norm_wanted = config.updates != "in-backward"
         made.add_chunks()
         self.sharing = None if ranks is None else self._share(ranks, kernels["device"])
         self.executor.on_gradient = made.capture

@@ -24,6 +24,8 @@ from ebbtide.memory.parts import Split, part_of, split_of
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import apart
 from ebbtide.run.source import replace as replace_parameter
+from ebbtide.runtime.parameters.away import known_as, take_off, wear
+from ebbtide.runtime.parameters.live_writes import LiveWrites
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -130,8 +132,9 @@ class ModelData:
         self._known = [False] * len(layout.chunks)
         """Whether parameters are counted among the users of the chunk's memory: from before the first is bound until the
         last is not, so that an interrupt between them leaves something to end."""
-        self.carry_on: Callable[[int], None] = lambda index: None
-        """Told of chunks that the user has written into in place."""
+        self.live = LiveWrites(self.memory)
+        self.carry_on: Callable[[int, Sequence[int]], None] = lambda index, members: None
+        """Told of chunks that the user has written into in place, and into which parameters."""
         self.before_values: Callable[[], None] = lambda: None
         """Called before values are read or written by name: pending updates end."""
         self.before_unbinding: Callable[[], Callable[[], None] | None] = lambda: None
@@ -210,6 +213,7 @@ class ModelData:
         for offset, member in views:
             place = self.views[member]
             assert place is not None
+            take_off(self.parameters[member])
             self.memory[member].data = view.as_strided(place.shape, place.stride, offset)
         self._versions[index] = self._version(index)
         self.bound[index] = True
@@ -225,7 +229,9 @@ class ModelData:
         assert chunk.device is not None
         self.bound[index] = False  # first: whatever interrupts this, who needs them binds all of them again
         for _, member in self._bound[index]:
+            take_off(self.parameters[member])  # an interrupt may have left one half-way
             self.memory[member].data = self._placeholder(member)
+            wear(self.parameters[member])
         key, count = chunk.device.untyped_storage()._cdata, len(self._bound[index])
         self._versions[index] = self._version(index)
         del self._storages[key]
@@ -247,6 +253,12 @@ class ModelData:
 
     def _version(self, index: int) -> int:
         """Changes with every write in place to one of the chunk's parameters."""
+        if not self.bound[index]:
+            with torch._C.DisableTorchFunctionSubclass():  # they may say nothing else of themselves
+                return self._count_versions(index)
+        return self._count_versions(index)
+
+    def _count_versions(self, index: int) -> int:
         found = 0
         for member in self.members[index]:
             parameter, memory = self.parameters[member], self.memory[member]
@@ -291,16 +303,35 @@ class ModelData:
         if self.written(index):
             self._take_back(index, self._replaced(index))
             self._versions[index] = self._version(index)
-            self.writes[index] += 1
-            if self.gathered(index):
-                self.adopt(index)
-            else:
-                self.store.written(self.computed(index), "device")
-            self.carry_on(index)
+            self._carry_on(index, self.members[index])
+
+    def _carry_on(self, index: int, members: Sequence[int]) -> None:
+        self.writes[index] += 1
+        if self.gathered(index):
+            self.adopt(index)
+        else:
+            self.store.written(self.computed(index), "device")
+        self.carry_on(index, members)
+
+    def watch_writes(self) -> None:
+        """All parameters are on the device and stay there: what is written through `.data` counts, too."""
+        self.live.begin(m for bound in self._bound for _, m in bound)
+
+    def notice_live_write(self, member: int) -> bool:
+        """Whether there was one into a parameter that PyTorch did not count."""
+        index = self.places[member].chunk
+        if not self.bound[index] or not self.live.found(member):
+            return False
+        counted = self.written(index)
+        self.notice_writes(index)
+        if not counted:
+            self._carry_on(index, [member])
+        return not counted
 
     def changed(self, members: Iterable[int]) -> None:
         """By us: what has been saved of their values for backward is refused there, as after a write of the user's."""
         for member in members:
+            self.live.ours(member)
             torch.autograd.graph.increment_version(self.memory[member])
             index = self.places[member].chunk
             known = self._versions[index]
@@ -314,7 +345,9 @@ class ModelData:
 
     def _refuse_lost_writes(self, index: int) -> None:
         known = self._versions[index]
-        if known is not None and (self._version(index) != known or self._given_while_away(index)):
+        with torch._C.DisableTorchFunctionSubclass():
+            lost = known is not None and (self._version(index) != known or self._given_while_away(index))
+        if lost:
             self._versions[index] = self._version(index)
             for placeholder in self._placeholders.values():
                 placeholder.fill_(float("nan"))  # it may be in there, and would be read for all that are away
@@ -345,10 +378,13 @@ class ModelData:
         """The parameter's own memory is no longer needed: its value is in its chunk."""
         self.give_memory(member, self._placeholder(member))
         self.taken[member] = True
+        known_as(self.parameters[member], self.names[member])
+        wear(self.parameters[member])
 
     def give_memory(self, member: int, value: torch.Tensor) -> None:
         """The parameter, which stays the same object, has other memory from now on."""
         parameter = self.parameters[member]
+        take_off(parameter)
         split = split_of(parameter)
         if split is not None and value.dtype == parameter.dtype:
             self.memory[member].data = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError
@@ -16,6 +15,7 @@ from ebbtide.run.portion import Portion
 from ebbtide.run.sharing import Sharing
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.traces import Known, Traces
+from ebbtide.runtime.planning.call import Call
 from ebbtide.units import format_size
 
 
@@ -41,13 +41,13 @@ class Planning:
         self.needs_slices = False
         """Whether some batch had no plan with whole chunks exchanged between ranks."""
 
-    def find(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    def find(self, call: Call) -> Known | None:
         """What is known of a batch like this one. Where that is nothing, a symbolic trace, so that even the first
         iteration has a plan; not needed where all is resident."""
-        known = self._traces.find(signature)
+        known = self._traces.find(call.signature)
         if known is not None or self.roomy:
             return known
-        record = self._imagining.imagine(signature, args, kwargs)
+        record = self._imagining.imagine(call)
         return None if record is None else self._traces.learn(record)
 
     def begin_together(self, sharing: Sharing, known: Known | None, micro: int) -> None:

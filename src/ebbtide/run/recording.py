@@ -17,6 +17,8 @@ from ebbtide.record import Record
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.model import ModelData
 from ebbtide.run.unmanaged import Unmanaged
+from ebbtide.runtime.planning.call import Call
+from ebbtide.tracing.by_node import ByNode
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import AllocatorMeter, StorageMeter, storage_bytes
 from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
@@ -38,6 +40,7 @@ class Recording:
         self._carried = self._aside = 0
         """Of what the meter sees, outputs of earlier passes: in forward, and in backward."""
         self._over: tuple[Record, Any, int] | None = None
+        self._nodes = ByNode()
         kept.claimed = self._claim
 
     def begin(self) -> None:
@@ -50,7 +53,7 @@ class Recording:
             there = self._unmanaged.fixed_bytes() - self._unmanaged.missing_bytes()
             self._beside = max(0, found - there)
 
-    def start(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: int) -> None:
+    def start(self, call: Call, held: int) -> None:
         """`held`: bytes of earlier passes' outputs. An allocator counts all; a meter of storages, those it saw made."""
         backend = self._backend
         self._carried = self._aside = held if backend.kind == "cuda" else 0
@@ -61,23 +64,29 @@ class Recording:
         else:
             self._outside = self._unmanaged.storages()
             self._meter = StorageMeter(self._is_model_data, backend.device)
-            self._meter.note((args, kwargs))
+            self._meter.note((call.args, call.kwargs))
             fixed = self._unmanaged.fixed_bytes()
         backend.watch(self._meter)
         inputs = storage_bytes(
             value
-            for value in tree_iter((args, kwargs))
+            for value in tree_iter((call.args, call.kwargs))
             if isinstance(value, torch.Tensor) and value.device == backend.device
         )
-        self.recorder = Recorder(signature, self._meter, fixed, inputs)
+        self.recorder = Recorder(call.signature, self._meter, fixed, inputs)
 
     def reverse(self, held: int) -> None:
         """Backward begins, with so many bytes of earlier passes' outputs."""
         self._aside = min(self._aside, held)
 
-    def metered(self) -> AbstractContextManager[Any]:
-        """Around a pass."""
-        return self._meter if isinstance(self._meter, StorageMeter) and self.recorder else nullcontext()
+    def metered(self, by_node: bool) -> AbstractContextManager[Any]:
+        """Around a pass. `by_node`: a backward that the user's code started, which `reach` is told of."""
+        if not isinstance(self._meter, StorageMeter) or self.recorder is None:
+            return nullcontext()
+        return self._nodes.around(self._meter, self._meter.note) if by_node else self._meter
+
+    def reach(self) -> None:
+        """Such a backward has come to an output of forward: what is behind it is metered, too."""
+        self._nodes.reach()
 
     def finish(self) -> bool:
         """The pass is over; False where it was not recorded."""
@@ -123,9 +132,7 @@ def imagine(
     data: ModelData,
     interceptor: Interceptor,
     fixed: int,
-    signature: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: Call,
     saved: bool,
     free: int,
 ) -> Record:
@@ -142,12 +149,13 @@ def imagine(
     return trace_symbolically(
         module,
         fake,
-        args,
-        kwargs,
-        signature,
+        call.args,
+        call.kwargs,
+        call.signature,
         fixed,
         interceptor.substituted,
         scalar_loss,
         saved=saved,
         free=free,
+        function=call.function,
     )

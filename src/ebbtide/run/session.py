@@ -16,6 +16,7 @@ from torch import nn
 
 from ebbtide.backend.real import on_real_memory, real
 from ebbtide.config import Config
+from ebbtide.errors import StateError
 from ebbtide.kernels import Kernels
 from ebbtide.plan.draft import Plan
 from ebbtide.run.companions import Companions
@@ -28,6 +29,7 @@ from ebbtide.run.source import Source
 from ebbtide.run.tiers import Tiers
 from ebbtide.run.traces import WATCHED, Known
 from ebbtide.run.wishes import DONE, FORWARD
+from ebbtide.runtime.planning.call import Call
 
 MANY = 256
 """Forward passes before one backward: whoever makes more forgot torch.no_grad, and a trace of them all has no use."""
@@ -55,6 +57,8 @@ class Session(Machinery):
         """Of the pass that is under way, and whether its plan is that of a later forward."""
         self.micro = 0
         """Backward passes since the last update."""
+        self._averaged: tuple[int, list[Any]] = 0, []
+        """For which backward pass ranks had the mean of gradients outside the chunks, and which those were."""
         try:
             self.room.fixed = self.unmanaged.device_bytes(choice)
             self.room.raise_level(self.room.fixed)
@@ -78,7 +82,7 @@ class Session(Machinery):
         return self.course.phase == IDLE
 
     @contextmanager
-    def evaluating(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def evaluating(self, call: Call) -> Iterator[None]:
         """Around a forward pass without gradients. Where nobody can say what its activations take, as much as those of
         training, as far as chunks have somewhere to go."""
         before: tuple[int, bool, int] | None = None
@@ -90,7 +94,7 @@ class Session(Machinery):
                 if self.idle and not self.planning.roomy:
                     self.room.begin_turn()
                     before = self.room.level, self.ledger.is_guess("device"), self.room.held
-                    self._make_room(signature, args, kwargs)
+                    self._make_room(call)
             with self.interceptor.scope():
                 yield
         except BaseException:
@@ -105,7 +109,7 @@ class Session(Machinery):
                     self.room.hold(held, guess=True)
                     self.room.go_back(level, guessed)
 
-    def _make_room(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _make_room(self, call: Call) -> None:
         """For an evaluation."""
         plan = self.course.plan
         planned = max(plan.levels, default=0) if plan is not None else -1
@@ -113,13 +117,13 @@ class Session(Machinery):
         # Gradients, too, may have taken room that training's activations had.
         pinned = any(self.places.residing) or self.micro > 0
         held = self.outputs.nbytes
-        self.room.foreseen = self.evaluations.make_room(signature, args, kwargs, planned, pinned, held)
+        self.room.foreseen = self.evaluations.make_room(call, planned, pinned, held)
         if not self.room.foreseen:
             level = self.homes.first_level(self.shape) if plan is None else planned
             self.room.raise_level(max(level, self.room.level), guess=True)
 
     @on_real_memory
-    def begin_training(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_training(self, call: Call) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
         self.reclaim()
         self.interceptor.watch_gradients()
@@ -127,12 +131,12 @@ class Session(Machinery):
         if not self.idle and self.frozen:
             self._finish_pass()
         if not self.idle:
-            self._begin_another(signature, args, kwargs)
+            self._begin_another(call)
             return
         self.waiting.clear()
         self.waiting.begin()
         self._captured = self.updates.captured
-        self._signature, self._another = signature, False
+        self._signature, self._another = call.signature, False
         if self.sharing is not None:
             self.sharing.turn()
         if self.unmanaged.parameters:
@@ -140,16 +144,16 @@ class Session(Machinery):
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
-        known = self.planning.find(signature, args, kwargs)
+        known = self.planning.find(call)
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
         if plan is not None and not self.planning.roomy:
-            self.evaluations.trained(plan, args, kwargs)
+            self.evaluations.trained(plan, call)
         self.outputs.begin()
         self._hold_old(plan)
         if known is None or known.stale or known.record.source != "live":
-            self.recording.start(signature, args, kwargs, self.outputs.old)
+            self.recording.start(call, self.outputs.old)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
             self.homes.settle()
@@ -182,7 +186,7 @@ class Session(Machinery):
         else:
             self.planning.hold(plan, beside(self.outputs.old, plan.record.carried))
 
-    def _begin_another(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_another(self, call: Call) -> None:
         """A second forward before one backward belongs to the same pass. Where its plan has none it gets its own,
         beside what the first has saved."""
         useless = self.waiting.partly_gone or self.waiting.count >= MANY
@@ -191,7 +195,7 @@ class Session(Machinery):
             self._stop_recording()
         known = None
         if self.sharing is None and not self.planning.roomy and not self._foresees_another():
-            known = self.waiting.beside(signature, args, kwargs)
+            known = self.waiting.beside(call)
         try:
             if known is None or (self.resting.now and self.resting.has_room(self.planning.plan(known))):
                 self.resting.forward()
@@ -241,10 +245,11 @@ class Session(Machinery):
             self.updates.taken.give_back()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around a forward pass: hooks on, and everything let go of where it raises."""
+    def running(self, by_node: bool = False) -> Iterator[None]:
+        """Around a pass: hooks on, and everything let go of where it raises. `by_node`: a backward that the user's code
+        started."""
         try:
-            with self.interceptor.scope(), self.recording.metered():
+            with self.interceptor.scope(), self.recording.metered(by_node):
                 yield
             self.resting.built()
             if self.course.phase == RUNNING:
@@ -254,16 +259,18 @@ class Session(Machinery):
             raise
 
     @contextmanager
-    def reversing(self, last: bool) -> Iterator[None]:
-        """Around autograd's backward. After one that is not the pass's `last`, forward passes go on."""
+    def reversing(self, last: bool, by_node: bool = False) -> Iterator[None]:
+        """Around autograd's backward. After one that is not the pass's `last`, forward passes go on. `by_node`: as for
+        `running`."""
         self.planning.portion.go_on()
+        self.updates.shown.forget()
         over = self.idle
         if not over:
             self._let_go_of_old()
         self.executor.reverse()
         if not last:
             self.resting.rule_out()
-        with self.running():
+        with self.running(by_node):
             if over and self.course.plan is not None:
                 self.executor.leave_track("a backward pass after the one that was planned")
             with self.resting.reversing():
@@ -300,13 +307,16 @@ class Session(Machinery):
         self.executor.finish()
         self.room.end_pass()
         self.micro += 1
+        self.updates.show()
 
     @on_real_memory
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
         self._leave()
+        self.updates.shown.forget()
         for parameter in self.data.parameters:
             parameter.grad = None  # one that arrived and was not taken would be added to the next
+        self.updates.show()
 
     def _leave(self) -> None:
         self._stop_recording()
@@ -333,9 +343,28 @@ class Session(Machinery):
         return [float(row) for row in self.sharing.ranks.objects((bad or values)[-1])]
 
     def average_unmanaged(self) -> None:
-        """Parameters outside the chunks get the mean gradients of the ranks."""
-        if self.sharing is not None:
+        """Parameters outside the chunks get the mean gradients of the ranks, once for a step."""
+        if self.sharing is None:
+            return
+        if self._averaged[0] != self.micro:
             self.sharing.average(self.unmanaged.parameters)
+            self._averaged = self.micro, self.unmanaged.arrived()
+        elif self._averaged[1] != self.unmanaged.arrived():
+            raise StateError(
+                "a gradient came after engine.clip_grad_norm_(), to a parameter outside the chunks, of which ranks have "
+                "had the mean: clip after all backward passes of the step"
+            )
+
+    def brought(self) -> bool:
+        """Whether gradients are held of parameters that the optimizer has; on ranks, of any of them."""
+        updates = self.updates
+        elsewhere = updates.shares is not None and bool(updates.shares.everywhere)
+        groups = updates.steps.groups
+        outside = [p for p in self.unmanaged.parameters.values() if p.grad is not None]
+        if any(updates.arrived) or elsewhere or not outside:
+            return any(updates.arrived) or elsewhere
+        trained = {id(p) for group in groups for p in group["params"]}
+        return any(id(p) in trained for p in outside)
 
     # -- update ---------------------------------------------------------------------------------------
 
@@ -354,11 +383,28 @@ class Session(Machinery):
             self.meet(DONE)  # nobody is left alone with a gather that the update began
         finally:
             self.executor.finish()
-            self.micro, self.pieces = 0, 1
+            self._begin_counting()
             if self.sharing is not None:
                 self.sharing.turn()
 
+    def notice_dropped(self) -> bool:
+        """Gradients that the user's code has set to None are dropped, as in plain PyTorch; whether all were."""
+        updates = self.updates
+        dropped = updates.shown.hide()
+        if not dropped or updates.in_backward:
+            return False
+        if all(m in dropped for m, count in enumerate(updates.arrived) if count):
+            self.drop_gradients()
+            return True
+        updates.forget(dropped)
+        return False
+
+    def _begin_counting(self) -> None:
+        """Another step's passes."""
+        self.micro, self.pieces = 0, 1
+        self._averaged = 0, []
+
     def drop_gradients(self) -> None:
         self.updates.unwanted = True
-        self.micro, self.pieces = 0, 1
+        self._begin_counting()
         self.updates.discard()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -230,30 +230,6 @@ def refuse_nowhere(config: Config, budgets: Mapping[str, int]) -> None:
             "has memory here; set host.memory (on a CPU device.memory, too, for without it there is one tier) or "
             "ssd.memory and ssd.folder, or offload_activations to 'off'"
         )
-
-
-def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: bool) -> str:
-    """What distinguishes one iteration's input from another's: shapes and dtypes, simple values."""
-    parts: list[str] = ["train" if training else "eval"]
-
-    def add(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            parts.append(f"{tuple(value.shape)}{value.dtype}")
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                parts.append(str(key))
-                add(item)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            for item in value:
-                add(item)
-        elif value is None or isinstance(value, (bool, int, str)):
-            parts.append(repr(value))
-        else:
-            parts.append(type(value).__name__)
-
-    add(args)
-    add(kwargs)
-    return "|".join(parts)
 
 
 def refuse_unbuilt(config: Config) -> None:

@@ -41,6 +41,12 @@ class TakenSpace:
         self.lost |= self.members
         self.members.clear()
 
+    def forget(self, member: int) -> None:
+        """The gradient of one is not wanted any more."""
+        if member in self.members:
+            self.members.discard(member)
+            self.lost.add(member)
+
     def updated(self, members: Iterable[int]) -> None:
         """An update has been given gradients, and writes the parameters."""
         self.members.difference_update(members)

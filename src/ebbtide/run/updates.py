@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from ebbtide.errors import NonFiniteError, StateError, second_gradient
+from ebbtide.errors import NonFiniteError, StateError, UnsupportedError, second_gradient
 from ebbtide.kernels import Guarded, Kernels, Rule, Scaling
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.parts import part_like
@@ -28,6 +28,7 @@ from ebbtide.run.model import ModelData, Place, dense, laid_like
 from ebbtide.run.shares import SharedGradients
 from ebbtide.run.straight import Straight
 from ebbtide.run.taken import TakenSpace
+from ebbtide.runtime.gradients.held import Shown
 
 
 class Updates:
@@ -74,6 +75,7 @@ class Updates:
         self.steps = self.chunks.steps
         self.taken = TakenSpace(data, kernels, self.homes, executor.places)
         self.state_chunks = self.chunks.state_chunks
+        self.shown = Shown(data.names, data.parameters)
 
     def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the optimizer's live groups as they are now."""
@@ -334,6 +336,7 @@ class Updates:
     def discard(self) -> None:
         """Forgets the gradients; parameters whose space they took come back from the master."""
         self.unwanted = True
+        self.shown.forget()
         self.chunks.forget()
         self.taken.drop()
         self._whole = None
@@ -350,6 +353,27 @@ class Updates:
                 self.store.free(chunk)
         self.taken.restore()
         self.unwanted = False
+
+    def show(self) -> None:
+        """Backward is over: parameters show that their gradients are held."""
+        whole = [memory is own for memory, own in zip(self.data.memory, self.data.parameters, strict=True)]
+        self.shown.show(m for m, one in enumerate(whole) if one and self.arrived[m])
+
+    def forget(self, members: Iterable[int]) -> None:
+        """Drops the gradients of some parameters."""
+        if self.shares is not None:
+            names = ", ".join(sorted(self.data.names[m] for m in members))
+            raise UnsupportedError(
+                f"the gradients of {names} were set to None, and others were not: ranks that share chunks drop all "
+                "gradients or none. Call engine.optimizer.zero_grad()"
+            )
+        self._whole = None
+        for member in members:
+            if member in self.kept:
+                self.kept.drop(member)
+            self.taken.forget(member)
+            self.arrived[member] = 0
+            self.squares[member] = 0.0
 
     # -- in backward ----------------------------------------------------------------------------------
 

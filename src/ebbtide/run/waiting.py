@@ -21,6 +21,7 @@ from ebbtide.run.imagining import Imagining
 from ebbtide.run.model import ModelData
 from ebbtide.run.outputs import leaves
 from ebbtide.run.traces import Known, Traces
+from ebbtide.runtime.planning.call import Call
 
 _KEY = "ebbtide: outputs of a forward pass"
 REMEMBERED = 32
@@ -102,10 +103,10 @@ class Waiting:
         self._passes[0].saved = min(left, plan.levels[moments - 1] - record.fixed)
         self._passes[0].peak = record.peak - record.fixed
 
-    def beside(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    def beside(self, call: Call) -> Known | None:
         """What is known of one that comes while others wait: all that it takes is beside what they have saved, and its
         gradients may be added to. Whose backward comes first nobody knows. None where it cannot be imagined."""
-        record = self._imagined(signature, args, kwargs)
+        record = self._imagined(call)
         if record is None:
             return None
         last, others = self._passes[-1], [one for one in self._passes[:-1] if not one.gone]
@@ -117,10 +118,10 @@ class Waiting:
             self._last = case, Known(_beside(record, count, theirs))
         return self._last[1]
 
-    def _imagined(self, signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
-        key = signature, tuple(p.requires_grad for p in self._data.parameters)
+    def _imagined(self, call: Call) -> Record | None:
+        key = call.signature, tuple(p.requires_grad for p in self._data.parameters)
         if key not in self._known:
-            self._known[key] = self._imagining.imagine(signature, args, kwargs)
+            self._known[key] = self._imagining.imagine(call)
         self._known.move_to_end(key)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)

@@ -7,6 +7,8 @@ sum rounds to what was written, except at zeros and infinities, where it would b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ebbtide.errors import StateError
@@ -57,12 +59,11 @@ class Writes:
         self._data, self._store, self._kernels = data, data.store, kernels
         self._taken = taken
 
-    def carry_on(self, index: int) -> None:
-        """A chunk's parameters were written in place."""
+    def carry_on(self, index: int, members: Sequence[int]) -> None:
+        """These of a chunk's parameters were written in place."""
         data = self._data
         if ("master", index) not in self._store.chunks:
             return
-        members = data.members[index]
         if not self._taken.away.isdisjoint(members):
             names = ", ".join(data.names[m] for m in members)
             raise StateError(

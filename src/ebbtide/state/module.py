@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -11,6 +13,7 @@ from torch import nn
 
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.run.session import Session
+from ebbtide.runtime.parameters.away import closed
 from ebbtide.state import values
 
 _held: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -32,6 +35,8 @@ def retire(module: nn.Module) -> None:
     _held[module] = (
         "had its weights in an engine that is closed; build it again, or load it from a checkpoint"
     )
+    for parameter in module.parameters():
+        closed(parameter, _held[module])
     module.register_forward_pre_hook(refuse, prepend=True)
     for child in module.modules():
         if child._parameters:
@@ -39,21 +44,23 @@ def retire(module: nn.Module) -> None:
 
 
 class _Conversion:
-    """In place of a managed module's `_apply`, which `to`, `half` and `cuda` go through: it would change
-    placeholders. What changes neither dtype nor device is let through, for trainers call `to` freely."""
+    """In place of a managed module's `_apply`, which `to`, `half` and `cuda` go through, for the whole and for its
+    children: it would change placeholders. What changes neither dtype nor device is let through, for trainers call `to`
+    freely."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._sample = next(module.parameters())
+    def __init__(self, module: nn.Module, sample: torch.Tensor) -> None:
+        """`sample`: a parameter of the module's that the engine manages."""
+        self._sample, self._module = sample, module
         module._apply = self  # type: ignore[method-assign, assignment]
-        self._module = module
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
         before = torch.empty(0, dtype=self._sample.dtype, device=self._sample.device)
         after = function(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise UnsupportedError(
-                f"a managed module cannot be converted from {before.dtype} on {before.device} to {after.dtype} on "
-                f"{after.device}: choose precision and device in the config, or convert it before initialize()"
+                f"a managed {type(self._module).__name__} cannot be converted from {before.dtype} on {before.device} "
+                f"to {after.dtype} on {after.device}: choose precision and device in the config, or convert it before "
+                "initialize()"
             )
         return self._module
 
@@ -80,18 +87,24 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
     """Hooks on every module that owns managed parameters; removed with the interceptor's. `clear` drops gradients."""
     session.interceptor.keep(_Forgetting(session.module, clear))
     _held[session.module] = "is managed by another engine; close that one, or use it"
-    session.interceptor.keep(_Conversion(session.module))
     member_of = {id(p): i for i, p in enumerate(session.data.parameters)}
+    for child in session.module.modules():
+        sample = next((p for p in child.parameters() if id(p) in member_of), None)
+        if sample is not None:
+            session.interceptor.keep(_Conversion(child, sample))
+
+    tied = _Tied(session.module)
 
     def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         session.reclaim()
         for name, parameter in module._parameters.items():
             member = member_of.get(id(parameter))
             if member is not None and prefix + name in state:
-                value = values.load(session, session.data.names[member])
-                dtype = session.data.parameter_chunk(session.data.places[member].chunk).dtype
-                exact = value if dtype == torch.float32 else _rounded(session, value, dtype)
-                state[prefix + name] = values.whole(session, session.data.names[member], exact)
+                value = tied.given(parameter, state)
+                if value is None:
+                    value = _value(session, member)
+                    tied.give(parameter, value)
+                state[prefix + name] = value
 
     def refuse(module: nn.Module, *_: Any) -> NoReturn:
         raise UnsupportedError(
@@ -102,6 +115,34 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
         if any(id(p) in member_of for p in module._parameters.values()):
             session.interceptor.keep(module.register_state_dict_post_hook(fill))
             session.interceptor.keep(module.register_load_state_dict_pre_hook(refuse))
+
+
+def _value(session: Session, member: int) -> torch.Tensor:
+    """A parameter's, in its dtype."""
+    name = session.data.names[member]
+    value = values.load(session, name)
+    dtype = session.data.parameter_chunk(session.data.places[member].chunk).dtype
+    return values.whole(session, name, value if dtype == torch.float32 else _rounded(session, value, dtype))
+
+
+class _Tied:
+    """Parameters with several names: in one state_dict they are one tensor, so that who saves it writes it once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        count = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        self._given: dict[int, weakref.ref[torch.Tensor] | None] = {
+            one: None for one, names in count.items() if names > 1
+        }
+
+    def given(self, parameter: Any, state: dict[str, Any]) -> torch.Tensor | None:
+        """What `state` has of it already."""
+        there = self._given.get(id(parameter))
+        value = None if there is None else there()
+        return value if value is not None and any(one is value for one in state.values()) else None
+
+    def give(self, parameter: Any, value: torch.Tensor) -> None:
+        if id(parameter) in self._given:
+            self._given[id(parameter)] = weakref.ref(value)
 
 
 def _rounded(session: Session, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

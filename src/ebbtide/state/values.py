@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ebbtide.errors import ConfigError, StateError, nearest
 from ebbtide.memory.glance import copy_out
@@ -149,25 +150,59 @@ def state_dict(session: Session) -> dict[str, torch.Tensor]:
 
 
 def load_state_dict(session: Session, state: Mapping[str, torch.Tensor]) -> None:
-    expected = state_dict_keys(session.module)
-    for key in state:
-        if key not in expected:
-            raise ConfigError(f"state dict: unknown key {key!r}{nearest(key, expected)}")
-    missing = [key for key in expected if key not in state]
-    if missing:
-        raise ConfigError(f"state dict: {len(missing)} keys are missing, the first is {missing[0]!r}")
-    _require_shapes(session, state)
+    """What there is of it."""
+    given = _by_first_name(session, state)
+    _require_shapes(session, given)
     for name in names(session):
-        save(session, name, state[name])
+        if name in given:
+            save(session, name, given[name])
     for name, buffer in persistent_buffers(session.module, under_every_name=True):
-        buffer.copy_(state[name])
+        if name in given:
+            buffer.copy_(given[name])
+
+
+def compare_keys(session: Session, state: Mapping[str, torch.Tensor], strict: bool) -> _IncompatibleKeys:
+    """What is missing and what is not known, before anything is written; of tied weights one name is enough unless
+    `strict`."""
+    expected = state_dict_keys(session.module)
+    known, unexpected = set(expected), []
+    for key in state:
+        if key not in known:
+            if strict:
+                raise ConfigError(
+                    f"state dict: unknown key {key!r}{nearest(key, expected)}; strict=False takes those that are known"
+                )
+            unexpected.append(key)
+    there = state if strict else _by_first_name(session, state)
+    first = {id(parameter): name for name, parameter in session.module.named_parameters()}
+    owners = {n: first[id(p)] for n, p in session.module.named_parameters(remove_duplicate=False)}
+    missing = [key for key in expected if key not in there and (strict or owners.get(key) not in there)]
+    if missing and strict:
+        raise ConfigError(
+            f"state dict: {len(missing)} keys are missing, the first is {missing[0]!r}; strict=False leaves "
+            "what is missing as it is"
+        )
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _by_first_name(session: Session, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With tied weights under the name that they have here, whichever of theirs was given."""
+    found = dict(state)
+    first = {id(parameter): name for name, parameter in session.module.named_parameters()}
+    for name, parameter in session.module.named_parameters(remove_duplicate=False):
+        if name in state:
+            found.setdefault(first[id(parameter)], state[name])
+    return found
 
 
 def _require_shapes(session: Session, state: Mapping[str, torch.Tensor]) -> None:
     """Before anything is written."""
     for name in names(session):
-        require(session, name, state[name])
+        if name in state:
+            require(session, name, state[name])
     for name, buffer in persistent_buffers(session.module, under_every_name=True):
+        if name not in state:
+            continue
         _require_tensor(name, state[name], buffer)
         _same_shape(name, state[name], tuple(buffer.shape))
 

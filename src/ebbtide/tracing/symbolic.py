@@ -157,11 +157,13 @@ def trace_symbolically(
     rules: Rules | None = None,
     saved: bool = False,
     free: float = math.inf,
+    function: Callable[..., Any] | None = None,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
     the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
     only the loss. `rules`: of a device that is not the one that is traced on. `saved`: the record says what is
-    saved for backward, too. `free`: bytes that non-model data may take here: small values are computed."""
+    saved for backward, too. `free`: bytes that non-model data may take here: small values are computed. `function`: what
+    is called, where that is not the module itself."""
     inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     imagine = partial(
         _trace,
@@ -177,6 +179,7 @@ def trace_symbolically(
         keep_outputs,
         rules,
         saved,
+        function or module,
     )
     known = KnownValues(free - fixed - inputs)
     try:
@@ -200,6 +203,7 @@ def _trace(
     keep_outputs: bool,
     rules: Rules | None,
     saved: bool,
+    function: Callable[..., Any],
     known: AbstractContextManager[Any],
 ) -> Record:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -220,7 +224,7 @@ def _trace(
     with (
         _unlogged(),
         undrawn(module),
-        unchanged(module, kept_beside),
+        unchanged(module, kept_beside, function),
         even_load(module),
         substituted(observer, fake),
         hooks,
@@ -232,7 +236,7 @@ def _trace(
         given = partial(_imagined, mode, replace(parameters, buffers=None))
         fake_args, fake_kwargs = _once(given, (args, kwargs))
         meter.note((fake_args, fake_kwargs))
-        out = module(*fake_args, **fake_kwargs)
+        out = function(*fake_args, **fake_kwargs)
         loss = find_loss(out)
         if not keep_outputs:
             out = None

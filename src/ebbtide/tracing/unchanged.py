@@ -36,13 +36,20 @@ _MISSING = object()
 
 
 @contextmanager
-def unchanged(module: nn.Module, imagined: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def unchanged(
+    module: nn.Module, imagined: Callable[[torch.Tensor], torch.Tensor], function: Callable[..., Any]
+) -> Iterator[None]:
     """Tensors that the modules' attributes and the functions' closures hold are `imagined` ones meanwhile: an operator
-    that is given real tensors only (a counter of batches) runs for real under a fake mode, and would write."""
+    that is given real tensors only (a counter of batches) runs for real under a fake mode, and would write.
+    `function`: what is called, the module or what works with it."""
     gradients = [(p, p.grad) for p in module.parameters()]
     reach = _Reach()
-    for child in module.modules():
-        reach.module(child)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    for one in {module, owner} if isinstance(owner, nn.Module) else {module}:
+        for child in one.modules():
+            reach.module(child)
+    if function is not module:
+        reach.function(function)
     try:
         reach.replace(imagined)
         yield
@@ -77,6 +84,12 @@ class _Reach:
                 self._seen.add(id(kind))
                 for value in vars(kind).values():
                     self._code(value)
+        while self._todo:
+            self._value(*self._todo.pop())
+
+    def function(self, function: Callable[..., Any]) -> None:
+        """What it changes, and the objects of those."""
+        self._code(function)
         while self._todo:
             self._value(*self._todo.pop())
 

@@ -1,0 +1,136 @@
+"""Backward passes: what is looked at before one, and what becomes of a step whose backward raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ebbtide.engine.held import Held, alone
+from ebbtide.engine.own_backward import OwnBackward, led_by_an_engine
+from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.optimizer import EngineOptimizer
+from ebbtide.run.scaler import LossScaler
+from ebbtide.run.wishes import LOSS
+
+
+class Reversing(Held):
+    optimizer: EngineOptimizer
+    _scaler: LossScaler | None
+    _own_backward: OwnBackward
+
+    @alone
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
+        self._check()
+        _refuse_loss(loss)
+        with self._reversing(loss.detach()), led_by_an_engine():
+            scaled = loss if self._scaler is None else loss * self._scaler.scale
+            scaled.backward(retain_graph=retain_graph)
+
+    @contextmanager
+    def _reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
+        """Around autograd's backward. `loss`: None where the user's code called `loss.backward()`."""
+        by_node = loss is None
+        if loss is None:
+            self._refuse_unseen_loss()
+            loss = torch.zeros((), device=self._session.backend.device)  # gradients tell whether it is finite
+        session = self._session
+        self._notice_dropped()
+        in_backward = self.config.updates == "in-backward"
+        if in_backward:
+            self._before_in_backward(loss)
+        session.updates.regroup(self.optimizer.param_groups)
+        self._losses.append(loss)
+        before, captured = session.updates.applied, session.updates.captured
+        outside = session.unmanaged.arrived()
+        try:
+            with session.reversing(True, by_node):
+                yield
+        except BaseException as error:
+            # What arrived before the exception is part of no gradient: the step starts anew.
+            if session.updates.captured != captured or session.unmanaged.arrived() != outside:
+                self._clear()
+            else:
+                self._losses.pop()
+            if in_backward and session.updates.applied != before:
+                self._broken = "an exception inside backward left some parameters updated and others not"
+            said = str(error) if isinstance(error, RuntimeError) else ""
+            if session.updates.applied != before and "modified by an inplace operation" in said:
+                raise UnsupportedError(
+                    "a weight was wanted in backward after its gradient had updated it (shared by reentrant "
+                    'checkpoints?), which updates = "in-backward" cannot take back; use updates = "exact"'
+                ) from error
+            if "backward through the graph a second time" in said:
+                raise UnsupportedError(
+                    "a second backward through the same graph: its tensors are gone. Run forward again, or add the "
+                    "losses and call backward once, or keep the graph: backward(retain_graph=True)"
+                ) from error
+            raise
+
+    def _refuse_unseen_loss(self) -> None:
+        """Before a backward whose loss the engine was not given."""
+        self._check()
+        if self._scaler is not None:
+            raise UnsupportedError(
+                'loss.backward() with precision = "fp16" leaves out the scale that keeps small gradients from being 0: '
+                "call engine.backward(loss) in its place. Nothing was changed"
+            )
+
+    def _before_in_backward(self, loss: torch.Tensor) -> None:
+        if self._session.micro:
+            raise StateError(
+                'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
+                "the next backward"
+            )
+        self._session.meet(LOSS, self.steps)
+        for value in self._session.of_all_ranks([loss]):
+            if self.config.nonfinite == "stop" and not math.isfinite(value):
+                self._session.abandon()  # nobody goes back from it
+                raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
+        self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
+
+    def _under_way(self) -> bool:
+        """Whether a pass runs, forward or backward: then a call of the module is part of it."""
+        if torch._C._current_graph_task_id() >= 0:
+            return self._session.interceptor.scopes > 0
+        with self._alone():
+            self._own_backward.give_up()
+            return self._session.interceptor.scopes > 0
+
+    def _accumulating(self) -> bool:
+        """Whether the backward that autograd runs now brings gradients to parameters, rather than to what
+        torch.autograd.grad was asked for."""
+        data = self._session.data
+        outside = self._session.unmanaged.parameters.values()
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            for parameter in (*data.parameters, *outside):
+                if parameter.requires_grad:
+                    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+                    if torch._C._will_engine_execute_node(node):
+                        return True
+        return False
+
+
+def _refuse_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
+        raise ConfigError(f"backward takes the loss, a tensor with one element; it was given {found}")
+    if isinstance(loss, FakeTensor):
+        raise StateError(
+            "the loss hangs on a tensor of a pass that was only imagined: forward, or a hook, keeps what it "
+            "computes where neither its module's attributes nor its own closure and globals lead. Keep it there"
+        )
+    if loss.grad_fn is None:
+        raise ConfigError(
+            "the loss does not depend on any parameter that requires gradients: was it computed under torch.no_grad(), "
+            "or from outputs that were detached? Nothing was changed"
+        )

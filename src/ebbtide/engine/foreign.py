@@ -1,0 +1,117 @@
+"""Optimizers of torch's beside the engine's own: one that is handed over as settings, and one that is left in the loop.
+
+Another optimizer over managed parameters has nothing to do, for their gradients are not in `.grad`; a scheduler on it
+changes no learning rate of the engine's. The first is refused when it steps, which a hook of torch's says of every
+optimizer; the second by the engine's next step.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ebbtide.config import Config, OptimizerConfig
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.optimizer import EngineOptimizer, as_settings
+from ebbtide.runtime.parameters.away import name_of_managed
+
+_hooked: list[Any] = []
+
+
+def refuse_foreign_steps() -> None:
+    """From the first engine on."""
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(refuse_step))
+
+
+def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, EngineOptimizer):
+        return
+    name = _managed_by(optimizer)
+    if name:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step(): {name}, one of its parameters, is in an engine's chunks, so it would "
+            "find no gradient there. Call engine.step(). Where this optimizer has the settings that you want, hand it "
+            "over: ebbtide.initialize(module, config, optimizer); where it is to train some parameters by itself, keep "
+            "those out of the chunks with `unmanaged`"
+        )
+
+
+def _managed_by(optimizer: torch.optim.Optimizer) -> str:
+    """The name of one of an optimizer's parameters that an engine has."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((name for one in parameters if (name := name_of_managed(one))), "")
+
+
+class Schedulers:
+    """Learning rates of other optimizers over the same parameters: when one changes, a scheduler has the wrong one."""
+
+    def __init__(self, own: EngineOptimizer) -> None:
+        self._own = weakref.ref(own)
+        self._others: list[tuple[weakref.ref[torch.optim.Optimizer], list[float]]] | None = None
+
+    def look(self) -> None:
+        """At each step. The first one finds those that there are by then."""
+        if self._others is None:
+            self._others = [(weakref.ref(one), _rates(one)) for one in self._find()]
+        for other, rates in self._others:
+            found = other()
+            if found is not None and _rates(found) != rates:
+                self._others = None
+                raise StateError(
+                    f"the learning rate of a {type(found).__name__} changes, and that is not the optimizer that trains "
+                    "these parameters: give the scheduler engine.optimizer, or hand this optimizer over in "
+                    "ebbtide.initialize(module, config, optimizer). Nothing was changed"
+                )
+
+    def _find(self) -> Iterable[torch.optim.Optimizer]:
+        own = self._own()
+        for one in gc.get_objects():
+            if isinstance(one, torch.optim.Optimizer) and not isinstance(one, EngineOptimizer):
+                shared = own is not None and one.param_groups is own.param_groups
+                if not shared and _managed_by(one):
+                    yield one
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def handed_over(config: Config, given: Any) -> tuple[Config, Any, torch.optim.Optimizer | None]:
+    """The config and the param groups that an optimizer of torch's stands for, with itself; or what was given."""
+    if not isinstance(given, torch.optim.Optimizer):
+        return config, given, None
+    kinds = {"AdamW": "adamw", "Adam": "adam"}
+    kind = type(given)
+    if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in kinds:
+        raise ConfigError(
+            f"initialize takes a torch.optim.AdamW or Adam as settings, found {kind.__module__}.{kind.__name__}: the "
+            "engine updates by rules of its own, in chunks. Take one of those, or name the rule in config['optimizer']"
+        )
+    name, defaults = kinds[kind.__name__], OptimizerConfig()
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in given.param_groups}
+    if name == "adam" and decoupled == {True}:
+        name = "adamw"
+    if config.optimizer != defaults and config.optimizer.name != name:
+        raise ConfigError(
+            f"config['optimizer']['name'] is {config.optimizer.name!r} and the optimizer that was handed over is a "
+            f"{kind.__name__}: leave one of them out"
+        )
+    if given.state:
+        raise UnsupportedError(
+            f"the {kind.__name__} that was handed over has made steps already, and its moments would be lost: hand over "
+            "a new one, or go on from a checkpoint with engine.load(folder)"
+        )
+    groups = [as_settings(group, place, name) for place, group in enumerate(given.param_groups)]
+    rates: Mapping[str, Any] = groups[0]
+    found = {f"optimizer.{key}": _plain(rates[key]) for key in ("lr", "betas", "eps", "weight_decay")}
+    return config.with_({"optimizer.name": name, **found}), groups, given
+
+
+def _plain(value: Any) -> Any:
+    return list(map(float, value)) if isinstance(value, tuple | list) else float(value)

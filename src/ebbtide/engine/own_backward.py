@@ -1,0 +1,147 @@
+"""`loss.backward()` in place of `engine.backward(loss)`: the user's code starts it, and outputs of the pass say so.
+
+A hook on each output of a forward pass is called before anything of the pass is reached. There the backward pass begins;
+autograd calls back when it is over. Where backward raises it does not: then what was begun is given up by the next call
+of the engine's, which finds the callback gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from ebbtide.errors import StateError
+from ebbtide.run.session import Session
+
+DEPTH = 3
+"""How deep outputs are looked for in objects of the user's."""
+
+_led = 0
+"""How many backward passes are under way that some engine started."""
+
+
+@contextmanager
+def led_by_an_engine() -> Iterator[None]:
+    """Around such a one. What it brings to another engine's parameters is added to what that one holds, and is no pass
+    of its own."""
+    global _led
+    _led += 1
+    try:
+        yield
+    finally:
+        _led -= 1
+
+
+class Abandoned(BaseException):
+    """What ends a backward pass from outside that raised: nobody else sees it."""
+
+
+class _Over:
+    """What autograd calls at the end of a backward, and drops where that raised."""
+
+    __slots__ = ("__weakref__", "_own")
+
+    def __init__(self, own: OwnBackward) -> None:
+        self._own = own
+
+    def __call__(self) -> None:
+        self._own.end()
+
+
+class OwnBackward:
+    def __init__(
+        self,
+        session: Session,
+        reversing: Callable[[None], AbstractContextManager[None]],
+        accumulating: Callable[[], bool],
+    ) -> None:
+        """`reversing`: around a backward; `accumulating`: whether the one that runs brings gradients."""
+        self._session, self._reversing, self._accumulating = session, reversing, accumulating
+        self._open: AbstractContextManager[None] | None = None
+        self._over: weakref.ref[_Over] | None = None
+
+    def watch(self, found: Any) -> None:
+        """A forward pass gave this."""
+        reached = _Reached(weakref.ref(self))
+        for node in {tensor.grad_fn for tensor in tensors_in(found) if tensor.grad_fn is not None}:
+            node.register_prehook(reached)
+
+    @property
+    def live(self) -> bool:
+        """Whether such a backward runs now."""
+        return self._open is not None and self._over is not None and self._over() is not None
+
+    def reached(self) -> None:
+        """Backward comes to an output."""
+        if self.live:
+            self._session.recording.reach()
+            return
+        if _led or torch.is_grad_enabled() or not self._accumulating():
+            return
+        self.give_up()
+        if self._session.interceptor.scopes:
+            return
+        entered = self._reversing(None)
+        entered.__enter__()
+        self._session.recording.reach()
+        self._open, over = entered, _Over(self)
+        self._over = weakref.ref(over)
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+
+    def end(self) -> None:
+        entered, self._open, self._over = self._open, None, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
+
+    def give_up(self) -> None:
+        """Ends one that raised. From another thread while it runs it is refused."""
+        if self._open is None:
+            return
+        if self.live:
+            if torch._C._current_graph_task_id() >= 0:
+                return  # called from within, by a hook
+            raise StateError(
+                "another thread is in a backward pass of this engine: use it from one thread at a time, or give each an "
+                "engine of its own"
+            )
+        entered, self._open, self._over = self._open, None, None
+        abandoned = Abandoned()
+        with suppress(Abandoned):
+            entered.__exit__(Abandoned, abandoned, None)
+
+
+class _Reached:
+    """The hook; a graph is not to keep an engine."""
+
+    __slots__ = ("_own",)
+
+    def __init__(self, own: weakref.ref[OwnBackward]) -> None:
+        self._own = own
+
+    def __call__(self, *_: Any) -> None:
+        own = self._own()
+        if own is not None:
+            own.reached()
+
+
+def tensors_in(found: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """All that a forward pass gave, in dataclasses and in objects of the user's, too."""
+    for leaf in tree_iter(found):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, one.name, None) for one in fields(leaf)], depth)
+        elif (
+            depth
+            and hasattr(leaf, "__dict__")
+            and not isinstance(leaf, type | nn.Module)
+            and not callable(leaf)
+        ):
+            yield from tensors_in(list(vars(leaf).values()), depth - 1)

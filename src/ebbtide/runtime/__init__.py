@@ -1,0 +1,1 @@
+"""Carrying out a plan. What is new gets its place here; `ebbtide.run` has the rest of it."""

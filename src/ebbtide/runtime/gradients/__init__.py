@@ -1,0 +1,1 @@
+"""Gradients, from where autograd leaves them to their update."""

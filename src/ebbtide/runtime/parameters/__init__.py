@@ -1,0 +1,1 @@
+"""The user's parameters, and the chunks behind them."""

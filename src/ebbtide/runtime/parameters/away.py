@@ -1,0 +1,166 @@
+"""Parameters whose chunk is away: what they are like they say, what they hold they do not.
+
+Such a parameter has a placeholder full of NaN for its memory. So that nobody takes that for its values it wears a class
+of its own meanwhile: shape, dtype, device, gradient and hooks answer, and whatever would read or write values raises. It
+never brings its chunk by itself, for a view that outlives the call would keep nothing in place. While a parameter is
+where its module computes with it, its class is the one that it came with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.errors import StateError
+
+_PROPERTIES = """
+    shape dtype device requires_grad grad grad_fn ndim layout itemsize nbytes names name output_nr retains_grad
+    grad_dtype _version _base _backward_hooks _post_accumulate_grad_hooks _cdata
+"""
+_METHODS = """
+    size dim ndimension numel nelement element_size stride storage_offset untyped_storage get_device has_names
+    __hash__ __len__ __dir__ register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad
+    new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+"""
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_same_size is_signed is_inference result_type
+    _has_compatible_shallow_copy_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+"""
+_NOT = ("is_set_to", "is_nonzero", "is_coalesced")
+_SET = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+
+_MARK = "_ebbtide"
+"""The attribute of a parameter that has its name, and what is said of its engine where that is closed. Not a weak
+dictionary: a parameter on the meta device that something refers to weakly cannot be given memory."""
+
+
+@cache
+def answers() -> frozenset[Any]:
+    """What asks for no values."""
+    asked = {name for name in dir(torch.Tensor) if name.startswith(("is_", "_is_")) and name not in _NOT}
+    found: list[Any] = [getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)]
+    for name in {*asked, *_PROPERTIES.split(), *_METHODS.split()}:
+        known = getattr(torch.Tensor, name, None)
+        if known is not None:
+            found.append(known if callable(known) else known.__get__)
+    for name in _SET:
+        if hasattr(torch.Tensor, name):
+            found.append(getattr(torch.Tensor, name).__set__)
+            found.append(getattr(torch.Tensor, name).__delete__)
+    return frozenset(found)
+
+
+def name_of(function: Any) -> str:
+    """As whoever reads a message would write it: a property's reader has it on its descriptor."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f".{getattr(function.__self__, '__name__', name)}"
+    return name
+
+
+def held_in(args: Any, kind: tuple[type, ...]) -> Any:
+    """The first of that kind among what a function was given, in lists of tensors, too."""
+    for value in args:
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, list | tuple) and (found := held_in(value, kind)) is not None:
+            return found
+    return None
+
+
+class Away(nn.Parameter):
+    """Worn from when a parameter's chunk leaves until it is back."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in answers() or _is_state_dict(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        values = (*args, *(kwargs or {}).values())
+        away = held_in(values, _kinds())
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            return f"Parameter({name_of_managed(away)}, away, size={tuple(away.shape)}, dtype={away.dtype})"
+        raise StateError(_refusal(away, name_of(func)))
+
+
+def _is_state_dict(func: Any) -> bool:
+    """A module's state_dict() detaches its parameters, and is given their values right after."""
+    if func is not torch.Tensor.detach:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame.f_code is nn.Module._save_to_state_dict.__code__
+
+
+@cache
+def _kind_of_parts(kind: type) -> type:
+    """What a DTensor wears."""
+
+    def refuse(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Away.__torch_function__.__func__(cls, func, types, args, kwargs)  # type: ignore[attr-defined]
+
+    return type("AwayPart", (kind,), {"__slots__": (), "__torch_function__": classmethod(refuse)})
+
+
+_parts: list[type] = []
+
+
+def _kinds() -> tuple[type, ...]:
+    return (Away, *_parts)
+
+
+def wear(parameter: torch.Tensor) -> None:
+    """Its memory is a placeholder from now on. What has a class of the user's keeps it."""
+    kind = type(parameter)
+    if kind is nn.Parameter:
+        parameter.__class__ = Away
+    elif kind.__name__ == "DTensor":
+        worn = _kind_of_parts(kind)
+        if worn not in _parts:
+            _parts.append(worn)
+        parameter.__class__ = worn
+
+
+def take_off(parameter: torch.Tensor) -> None:
+    """It has its values again."""
+    kind = type(parameter)
+    if kind is Away:
+        parameter.__class__ = nn.Parameter
+    elif kind in _parts:
+        parameter.__class__ = kind.__mro__[1]
+
+
+def known_as(parameter: torch.Tensor, name: str) -> None:
+    """What messages call it."""
+    setattr(parameter, _MARK, (name, ""))
+
+
+def closed(parameter: torch.Tensor, reason: str) -> None:
+    """Its engine is closed: there is no value to have any more."""
+    setattr(parameter, _MARK, (name_of_managed(parameter), reason))
+
+
+def name_of_managed(parameter: Any) -> str:
+    """Nothing where it never was in an engine's chunks, or the engine is closed."""
+    name, over = getattr(parameter, _MARK, ("", ""))
+    return "" if over else str(name)
+
+
+def _refusal(parameter: Any, asked: str) -> str:
+    name, over = getattr(parameter, _MARK, ("a parameter", ""))
+    if over:
+        return f"{name}: {asked} needs its values, and the module {over}"
+    return (
+        f"{name} is away: {asked} needs its values, which are in a chunk that is elsewhere now. In forward read "
+        f"it as an attribute of its module. Elsewhere engine.weights({name!r}) gives its value, and stores it with "
+        "write=True; engine.resident() keeps all parameters in place for a while, write=True to change them; "
+        "engine.ema(decay) keeps an average. `unmanaged` in the config leaves a parameter out of the chunks"
+    )

@@ -1,0 +1,67 @@
+"""Writes into parameters that stay in place for a while, found by their bits.
+
+PyTorch counts a write into a tensor, but not one through `.data`, which is how adapters are merged and reference models
+follow. So while all parameters are resident a checksum of each tells whether it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ebbtide.kernels.crc import crc32
+
+PORTION = 1 << 22
+"""Elements that a GPU looks at together."""
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of a dense tensor's bits."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    if flat.is_cpu:
+        return crc32(flat.data_ptr(), flat.nbytes)
+    bits, found = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]), 0
+    for part in bits.split(PORTION):
+        wide = part.to(torch.int64)
+        weights = torch.arange(1, wide.numel() + 1, device=wide.device)
+        found = hash((found, int(wide.sum()), int((wide * weights).sum())))
+    return found
+
+
+class LiveWrites:
+    def __init__(self, memory: Sequence[torch.Tensor]) -> None:
+        """`memory`: by parameter, the tensor that is bound."""
+        self._memory = memory
+        self._sums: dict[int, int | None] = {}
+        """By parameter; None where the engine itself has written since."""
+        self._scopes = 0
+
+    def begin(self, members: Iterable[int]) -> None:
+        """From now on these are looked at."""
+        self._scopes += 1
+        for member in members:
+            if member not in self._sums:
+                self._sums[member] = checksum(self._memory[member])
+
+    def end(self) -> None:
+        self._scopes -= 1
+        if not self._scopes:
+            self._sums.clear()
+
+    def ours(self, member: int) -> None:
+        """The engine writes this one."""
+        if member in self._sums:
+            self._sums[member] = None
+
+    def found(self, member: int) -> bool:
+        """Whether it was written since the last look."""
+        if member not in self._sums:
+            return False
+        before, now = self._sums[member], checksum(self._memory[member])
+        self._sums[member] = now
+        return before is not None and before != now
+
+    @property
+    def members(self) -> list[int]:
+        return list(self._sums)

@@ -1,0 +1,1 @@
+"""Which plan a pass runs by."""
