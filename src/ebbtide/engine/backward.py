@@ -40,6 +40,7 @@ class Reversing(Held):
             self._refuse_unseen_loss()
             loss = torch.zeros((), device=self._session.backend.device)  # gradients tell whether it is finite
         session = self._session
+        session.refuse_swapped()
         self._notice_dropped()
         in_backward = self.config.updates == "in-backward"
         if in_backward:
@@ -88,6 +89,7 @@ class Reversing(Held):
                 "the next backward"
             )
         self._session.meet(LOSS, self.steps)
+        self._session.catch_up_averages()
         for value in self._session.of_all_ranks([loss]):
             if self.config.nonfinite == "stop" and not math.isfinite(value):
                 self._session.abandon()  # nobody goes back from it

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
 from ebbtide.run.scaler import LossScaler
 from ebbtide.state import values
-from ebbtide.state.weights import WeightFiles
 
 
 class ByName(Held):
@@ -27,6 +25,8 @@ class ByName(Held):
         """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
         session = self._open()
         session.reclaim()
+        if write:
+            session.catch_up_averages()
         found = {n: values.whole(session, n, values.load(session, n)) for n in self._match(patterns)}
         yield found
         if write:
@@ -64,6 +64,8 @@ class ByName(Held):
             session.lock_free.begin_evaluation()
         session.executor.updater.flush()  # one by one they have room, not beside all parameters
         session.hold_outputs()
+        if write:
+            session.catch_up_averages()
         with session.places.resident():
             session.data.watch_writes()
             try:
@@ -102,27 +104,15 @@ class ByName(Held):
         """Takes weights and buffers by name; every key must be there and no other, unless `strict` is False. Returns
         what was missing and what was not known, as torch's own does."""
         session = self._open()
+        session.refuse_swapped()
         found = values.compare_keys(session, state, strict)
+        session.catch_up_averages()
         self._end_pending()
         self._clear()
         values.load_state_dict(session, state)
         if not found.missing_keys:
             self._mend()
         return found
-
-    def load_weights(self, folder: str | Path) -> None:
-        """Streams weights in from a folder of safetensors files, tensor by tensor, once all their names and shapes
-        are found right."""
-        session = self._open()
-        if self._companions is not None and self._companions.split:
-            raise UnsupportedError(
-                "load_weights: tensor parallelism has split the module; load_state_dict() takes whole tensors, too"
-            )
-        files = WeightFiles(folder, self.module, {place.name: place.shape for place in session.data.places})
-        self._end_pending()
-        self._clear()
-        files.load(session)
-        self._mend()
 
     def weights_sha256(self) -> str:
         """Hash of the fp32 master weights in name order."""

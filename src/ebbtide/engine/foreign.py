@@ -72,7 +72,8 @@ class Schedulers:
     def _find(self) -> Iterable[torch.optim.Optimizer]:
         own = self._own()
         for one in gc.get_objects():
-            if isinstance(one, torch.optim.Optimizer) and not isinstance(one, EngineOptimizer):
+            kind = type(one)
+            if issubclass(kind, torch.optim.Optimizer) and not issubclass(kind, EngineOptimizer):
                 shared = own is not None and one.param_groups is own.param_groups
                 if not shared and _managed_by(one):
                     yield one

@@ -13,7 +13,8 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.engine.own_backward import OwnBackward
-from ebbtide.errors import StateError
+from ebbtide.engine.tracebacks import trim
+from ebbtide.errors import EbbtideError, StateError
 from ebbtide.intercept.compiled import has_compiler
 from ebbtide.run.companions import Companions
 from ebbtide.run.session import Session
@@ -29,8 +30,11 @@ def alone(method: Method) -> Method:
     def called(self: Held, *args: Any, **kwargs: Any) -> Any:
         if not left_alone and has_compiler():
             left_alone.append(torch.compiler.disable(method))
-        with self._alone():
-            return (left_alone[0] if left_alone else method)(self, *args, **kwargs)
+        try:
+            with self._alone():
+                return (left_alone[0] if left_alone else method)(self, *args, **kwargs)
+        except EbbtideError as error:
+            raise trim(error)  # noqa: B904  (the same error)
 
     return called  # type: ignore[return-value]
 

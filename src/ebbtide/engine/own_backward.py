@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from ebbtide.errors import StateError
+from ebbtide.errors import StateError, UnsupportedError
 from ebbtide.run.session import Session
 
 DEPTH = 3
@@ -83,8 +83,14 @@ class OwnBackward:
         if self.live:
             self._session.recording.reach()
             return
-        if _led or torch.is_grad_enabled() or not self._accumulating():
+        if _led or not self._accumulating():
             return
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "loss.backward(create_graph=True): a gradient that is to be differentiated again does not go into the "
+                "chunks. Take it with torch.autograd.grad(loss, inputs, create_graph=True), add what depends on it to "
+                "the loss, and call backward on that. Nothing was changed"
+            )
         self.give_up()
         if self._session.interceptor.scopes:
             return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ebbtide.engine.average import Average
 from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
 from ebbtide.optimizer import EngineOptimizer
@@ -17,8 +18,9 @@ from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import LOAD, SAVE
 from ebbtide.state import checkpoint, resume, together
 from ebbtide.state.export import export
-from ebbtide.state.folders import step_of
+from ebbtide.state.folders import is_run, step_of
 from ebbtide.state.saving import Saver
+from ebbtide.state.weights import WeightFiles
 
 
 class Saved(Held):
@@ -38,6 +40,7 @@ class Saved(Held):
         if keep is not None and keep < 1:
             raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
         session = self._session
+        session.refuse_swapped()
         if session.micro:
             raise StateError(
                 "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
@@ -65,15 +68,31 @@ class Saved(Held):
         session = self._open()
         self._saver.settle()
         session.meet(LOAD, self.steps)
-        companions, own = self._companions, self._of_part(Path(path))
+        groups = self.optimizer.param_groups
+        facts, state = self._read(path, lambda facts: resume.check(session, groups, facts))
+        self.steps = resume.restore(session, groups, self._scaler, facts)
+        session.updates.regroup(groups)
+        ranks = session.ranks
+        if facts["ranks"] == (1 if ranks is None else ranks.size):
+            resume.restore_random(state["random"])  # else each rank would draw the same
+        self._mend()
+        for average in session.averages:
+            average.loaded(list(facts["tensors"]))
+        return state["user"]
+
+    def _read(
+        self, path: str | Path, check: Callable[[Mapping[str, Any]], None], weights_alone: bool = False
+    ) -> tuple[dict[str, Any], Any]:
+        """A checkpoint's values; until they are all there the engine is not to be trained."""
+        session, companions, own = self._session, self._companions, self._of_part(Path(path))
+        session.refuse_swapped()
         with others_too(companions):
             folder = together.find(own if own.is_dir() else path, session.ranks)
         if companions is not None:
             companions.require_same_step(step_of(folder))
-        groups = self.optimizer.param_groups
 
         def begin(facts: Mapping[str, Any]) -> None:
-            resume.check(session, groups, facts)
+            check(facts)
             self._end_pending()
             if session.course.phase != IDLE:
                 session.abandon()
@@ -82,14 +101,45 @@ class Saved(Held):
             self._broken = f"loading '{folder}' ended half-way"
 
         with others_too(companions):
-            facts, state = checkpoint.read(session, folder, begin)
-        self.steps = resume.restore(session, groups, self._scaler, facts)
-        session.updates.regroup(groups)
-        ranks = session.ranks
-        if facts["ranks"] == (1 if ranks is None else ranks.size):
-            resume.restore_random(state["random"])  # else each rank would draw the same
+            return checkpoint.read(session, folder, begin, weights_alone)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Takes weights in from a folder of safetensors files, as `save_pretrained` writes them, or from an engine's
+        checkpoint: weights and buffers alone, no moments, steps or random numbers. Nothing is changed until names and
+        shapes are found right."""
+        session = self._open()
+        session.refuse_swapped()
+        path = Path(folder)
+        if is_run(path) or is_run(self._of_part(path)):
+            session.meet(LOAD, self.steps)
+            session.catch_up_averages()
+            self._read(path, lambda facts: None, weights_alone=True)
+            self._mend()
+            return
+        if self._companions is not None and self._companions.split:
+            raise UnsupportedError(
+                "load_weights: tensor parallelism has split the module; load_state_dict() takes whole tensors, too"
+            )
+        files = WeightFiles(folder, self.module, {place.name: place.shape for place in session.data.places})
+        session.catch_up_averages()
+        self._end_pending()
+        self._clear()
+        files.load(session)
         self._mend()
-        return state["user"]
+
+    def ema(self, decay: float) -> Average:
+        """An average of the weights from now on: at every step `decay` of what it was, and the rest of what they are. It
+        is saved with the rest, takes 4 bytes a parameter, and changes places with the weights in `swapped_in()`."""
+        session = self._open()
+        if session.lock_free is not None:
+            raise UnsupportedError(
+                'ema: with updates = "lock-free" nobody knows which step\'s weights are there; use updates = "exact"'
+            )
+        session.refuse_swapped()
+        session.reclaim()
+        made = Average(session, decay)
+        session.averages.append(made)
+        return made
 
     def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for

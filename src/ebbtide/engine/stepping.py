@@ -18,6 +18,12 @@ from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import STEP
 from ebbtide.state.saving import Saver
 
+NOTHING_TRAINED = (
+    "engine.step(): backward brought no gradient to a parameter of the optimizer, so nothing would be trained: the loss "
+    "comes from something else than this module's parameters, they are all frozen (requires_grad), or none of those "
+    "that it comes from is in engine.optimizer.param_groups. Nothing was changed"
+)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -84,6 +90,7 @@ class Stepping(Held):
         self._check()
         self._saver.look()
         self._schedulers.look()
+        self._session.refuse_swapped()
         self._notice_dropped()
         session = self._session
         if session.micro == 0:
@@ -110,6 +117,8 @@ class Stepping(Held):
         return StepResult(True, grad_norm=decision.norm, loss_scale=self.loss_scale)
 
     def _without_backward(self) -> str:
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return NOTHING_TRAINED
         if self._session.brought():
             return (
                 "engine.step(): gradients came, but from no output of a pass: the loss was computed from something that "
@@ -130,11 +139,7 @@ class Stepping(Held):
         session.drop_gradients()
         session.unmanaged.discard()
         self._losses = []
-        raise StateError(
-            "engine.step(): backward brought no gradient to a parameter of the optimizer, so nothing would be trained: "
-            "the loss comes from something else than this module's parameters, they are all frozen (requires_grad), or "
-            "none of those that it comes from is in engine.optimizer.param_groups. Nothing was changed"
-        )
+        raise StateError(NOTHING_TRAINED)
 
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""
@@ -197,6 +202,8 @@ class Stepping(Held):
         unmanaged, updates = self._session.unmanaged, self._session.updates
         if self._companions is not None or self.optimizer.overheard or any(unmanaged.arrived()):
             return None
+        if self._session.averages:
+            return None
         guarded = updates.guarded(self._losses, scaling)
         if guarded is None:
             return None
@@ -241,6 +248,8 @@ class Stepping(Held):
         session = self._session
         if session.micro == 0:  # a hook before the step has dropped them
             raise StateError(self._without_backward())
+        if self.config.updates != "in-backward":
+            session.catch_up_averages()
         with self._no_way_back():
             if self.config.updates == "in-backward":
                 session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
@@ -251,6 +260,8 @@ class Stepping(Held):
             if self._scaler is not None:
                 self._scaler.update(False)
             self.steps += 1
+        for average in session.averages:
+            average.stepped()
         return False
 
 

@@ -23,6 +23,7 @@ from ebbtide.engine.held import alone
 from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.saved import Saved
 from ebbtide.engine.stepping import Stepping, StepResult
+from ebbtide.engine.tracebacks import show_users_lines
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.intercept.calls import RootCalls
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
@@ -47,6 +48,7 @@ from ebbtide.runtime.planning.call import call_of
 from ebbtide.state.module import guard, refuse_held, retire
 from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start
+from ebbtide.state.values import names
 from ebbtide.state.weights import WeightFiles
 
 
@@ -69,6 +71,7 @@ def initialize(
     batches of its own; left out, all that torch.distributed has been told of. `stages`: where `module` is one stage of a
     pipeline, the processes that have the others (see `ebbtide.pipelining`); tensor parallelism is seen by itself.
     """
+    show_users_lines()
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group, stages=stages)
 
 
@@ -207,6 +210,10 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         if not torch.is_grad_enabled():
             with session.evaluating(call):
                 return call.run()
+        session.refuse_swapped()
+        if session.interceptor.changed:
+            names(session)
+            session.interceptor.changed = False
         session.begin_training(call)
         with session.running():
             return call.run()
@@ -287,6 +294,8 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         if os.getpid() != self._process:
             return  # memory and files are the parent's to give back
         self._saver.close()
+        for average in list(self._session.averages):
+            average.close()
         self._session.close()
         retire(self.module)
         self._tiers.close_unused()

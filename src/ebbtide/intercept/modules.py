@@ -7,26 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from ebbtide.errors import UnsupportedError
 from ebbtide.intercept.compiled import Uncompiled, as_written
 from ebbtide.intercept.observer import Observer
 from ebbtide.intercept.outside import refuse_backward
 from ebbtide.intercept.runs import ParameterRun, Unit
 from ebbtide.intercept.saved import Hooks, SavedTensors, end_regions, innermost, others_save
 from ebbtide.intercept.sums import own_parts
-
-
-def _refuse_copy(*_: Any) -> NoReturn:
-    raise UnsupportedError(
-        "a managed module cannot be copied or pickled: its weights are not all in one place. "
-        "Use engine.state_dict() or engine.weights() for the values, or copy it before initialize()"
-    )
+from ebbtide.intercept.tables import ParameterTable, WatchedTable, refuse_copy
 
 
 def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Parameter) -> None:
@@ -39,29 +32,6 @@ def _coming(interceptor: weakref.ref[Interceptor], index: int, gradient: torch.T
     found = interceptor()
     if found is not None:
         found.coming(index)
-
-
-class ParameterTable(dict[str, Any]):
-    """A module's `_parameters` that tells when a parameter is read while its module is not running.
-
-    nn.MultiheadAttention never calls `out_proj`, it reads its weight; tied heads and functional code do alike.
-    """
-
-    __slots__ = ("_interceptor", "_runs")
-
-    def __init__(self, values: dict[str, Any], runs: dict[str, int], interceptor: Interceptor) -> None:
-        super().__init__(values)
-        self._runs = runs
-        self._interceptor = interceptor
-
-    def __getitem__(self, name: str) -> Any:
-        run = self._runs.get(name)
-        if run is not None and not self._interceptor.active[run] and not self._interceptor.resting:
-            return self._interceptor.foreign_read(run, dict.__getitem__(self, name))
-        return dict.__getitem__(self, name)
-
-    __deepcopy__ = _refuse_copy
-    __reduce_ex__ = _refuse_copy
 
 
 class _Frame:
@@ -80,8 +50,8 @@ class _Frame:
 class Interceptor:
     """Installs the hooks on a module and reports to `observer`, which may be exchanged between iterations."""
 
-    __deepcopy__ = _refuse_copy
-    __reduce_ex__ = _refuse_copy
+    __deepcopy__ = refuse_copy
+    __reduce_ex__ = refuse_copy
 
     def __init__(
         self,
@@ -103,6 +73,9 @@ class Interceptor:
         self._uncompiled = Uncompiled(module)
         self._handles: list[Any] = []
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
+        self._watched_tables: list[tuple[nn.Module, str]] = []
+        self.changed = False
+        """Whether some module has had a parameter or a child put in or taken out since that was looked at."""
         owned = Counter(run for _, unit in units for run in unit.runs)
         self.resting = False
         self.deaf = False
@@ -118,7 +91,10 @@ class Interceptor:
 
     def _install(self, module: nn.Module, runs: Sequence[ParameterRun], units: dict[int, Unit]) -> None:
         run_of = {id(self._parameters[p]): run.index for run in runs for p in run.parameters}
-        for child in module.modules():
+        for child in list(module.modules()):
+            self._watch(child, "_modules", WatchedTable(child._modules, self.change))
+            if id(child) not in units:
+                self._watch(child, "_parameters", WatchedTable(child._parameters, self.change))
             unit = units.get(id(child))
             inside = unit is not None or any(id(p) in run_of for p in child.parameters())
             if not inside:
@@ -138,6 +114,14 @@ class Interceptor:
                 )
                 child._parameters = table
                 self._tables.append((child, table))
+
+    def _watch(self, child: nn.Module, name: str, table: WatchedTable) -> None:
+        vars(child)[name] = table
+        self._watched_tables.append((child, name))
+
+    def change(self) -> None:
+        """A table was changed."""
+        self.changed = True
 
     def watch_gradients(self) -> None:
         """Gradient hooks for parameters that require gradients; called each iteration, for `requires_grad`
@@ -161,8 +145,11 @@ class Interceptor:
             handle.remove()
         for module, table in self._tables:
             module._parameters = dict(table)
+        for module, name in self._watched_tables:
+            vars(module)[name] = dict(vars(module)[name])
         self._handles.clear()
         self._tables.clear()
+        self._watched_tables.clear()
 
     # -- events ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,10 @@ SNAPSHOT = "snapshot"
 """The tag of what is copied so that it can be written later."""
 
 
+AVERAGE = "average"
+"""The tag of averages of the weights."""
+
+
 class Ledger:
     def __init__(self, budgets: Mapping[str, int], sharers: int = 1) -> None:
         """`sharers`: processes among which the machine's host and SSD are divided."""

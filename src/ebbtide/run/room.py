@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
+from ebbtide.memory.ledger import AVERAGE
 from ebbtide.plan.evict import Candidate, choose
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.run.activations import Activations
@@ -57,7 +58,8 @@ class Room:
         """What other engines on the same tier leave of the budget."""
         taken = sum(peer.keeps(tier) for peer in self.peers if peer is not self)
         tags = self.ledger.tags[tier]
-        return max(0, self.ledger.budgets[tier] - sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE)) - taken)
+        beside = sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE, AVERAGE))
+        return max(0, self.ledger.budgets[tier] - beside - taken)
 
     def keeps(self, tier: str) -> int:
         """Bytes that no other engine's pass can have: optimizer state, though a plan's may only come with the first

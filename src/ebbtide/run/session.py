@@ -7,9 +7,9 @@ The engine is its face.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,20 @@ MANY = 256
 """Forward passes before one backward: whoever makes more forgot torch.no_grad, and a trace of them all has no use."""
 
 
+class Averaged(Protocol):
+    """An average of the weights."""
+
+    def parts(self) -> Iterator[Any]: ...
+
+    def stepped(self) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def loaded(self, stored: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Session(Machinery):
     def __init__(
         self,
@@ -55,6 +69,9 @@ class Session(Machinery):
         """Gradients taken before the pass that is under way."""
         self._signature, self._another = "", False
         """Of the pass that is under way, and whether its plan is that of a later forward."""
+        self.averages: list[Averaged] = []
+        self.swapped = ""
+        """What is in place of the weights, where something is."""
         self.micro = 0
         """Backward passes since the last update."""
         self._averaged: tuple[int, list[Any]] = 0, []
@@ -386,6 +403,17 @@ class Session(Machinery):
             self._begin_counting()
             if self.sharing is not None:
                 self.sharing.turn()
+
+    def catch_up_averages(self) -> None:
+        """Before weights change that averages have not taken in."""
+        for average in self.averages:
+            average.catch_up()
+
+    def refuse_swapped(self) -> None:
+        if self.swapped:
+            raise StateError(
+                f"{self.swapped}: evaluate under torch.no_grad(), export or read by name there; train and save after it"
+            )
 
     def notice_dropped(self) -> bool:
         """Gradients that the user's code has set to None are dropped, as in plain PyTorch; whether all were."""

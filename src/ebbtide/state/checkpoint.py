@@ -85,10 +85,10 @@ def _state_of(rank: int) -> str:
 
 
 def read(
-    session: Session, folder: Path, check: Callable[[Mapping[str, Any]], None]
+    session: Session, folder: Path, check: Callable[[Mapping[str, Any]], None], weights_alone: bool = False
 ) -> tuple[dict[str, Any], Any]:
     """Fills a session with what a checkpoint has, and returns its facts and the user's state. Nothing is changed until
-    `check` has accepted the facts, and all names and sizes are found right."""
+    `check` has accepted the facts, and all names and sizes are found right. `weights_alone`: and buffers, no state."""
     ranks = session.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     with all_or_none(ranks):
@@ -96,14 +96,19 @@ def read(
         facts = json.loads(_read_content(folder, metadata, FACTS))
         own = _state_of(rank if facts["ranks"] == size else 0)
         state = torch.load(io.BytesIO(_read_content(folder, metadata, own)), weights_only=True)
-    session.unfreezing.wake(_trained_before(session, facts["tensors"]))
+    if not weights_alone:
+        session.unfreezing.wake(_trained_before(session, facts["tensors"]))
     with all_or_none(ranks):
         there = {part.key: part for part in parts_of(session) if part.numel}
         _compare(folder, facts["tensors"], there)
         check(facts)
-    parts = {part.key: part for part in parts_of(session, everything=True) if part.numel}
-    for key, part in there.items():
-        if key not in metadata.state_dict_metadata:  # state that no update had touched
+    wanted = (WEIGHTS, BUFFERS) if weights_alone else None
+    parts = {part.key: part for part in parts_of(session, everything=not weights_alone) if part.numel}
+    parts = {key: part for key, part in parts.items() if wanted is None or key.split("/")[0] in wanted}
+    states = session.updates.rule.states
+    for key, part in parts.items():
+        if key in there and key not in metadata.state_dict_metadata and key.split("/")[0] in states:
+            # state that no update had touched
             for first, count in _pieces(part):
                 part.store(first, torch.zeros(count, dtype=part.dtype))
     planner = _Reading(parts, facts["tensors"])

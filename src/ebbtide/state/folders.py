@@ -244,6 +244,11 @@ def find(path: str | Path) -> Path:
     return found
 
 
+def is_run(path: Path) -> bool:
+    """Whether there is a checkpoint, or a folder of them."""
+    return (path / INDEX).is_file() or (path.is_dir() and bool(Run(path).complete()))
+
+
 def step_of(checkpoint: Path) -> int:
     """By its name; -1 where somebody has given it another."""
     name = NAME.fullmatch(checkpoint.name)

@@ -14,6 +14,7 @@ from torch import nn
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.run.session import Session
 from ebbtide.runtime.parameters.away import closed
+from ebbtide.runtime.parameters.plain_copy import PlainCopy
 from ebbtide.state import values
 
 _held: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -89,6 +90,7 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
     _held[session.module] = "is managed by another engine; close that one, or use it"
     member_of = {id(p): i for i, p in enumerate(session.data.parameters)}
     for child in session.module.modules():
+        session.interceptor.keep(PlainCopy(child, lambda: all(session.places.residing)))
         sample = next((p for p in child.parameters() if id(p) in member_of), None)
         if sample is not None:
             session.interceptor.keep(_Conversion(child, sample))

@@ -64,6 +64,8 @@ def parts_of(session: Session, everything: bool = False) -> Iterator[Part]:
     yield from _unmanaged(session, everything)
     for name, buffer in values.persistent_buffers(session.module):
         yield _of_tensor(f"{BUFFERS}/{name}", buffer)
+    for average in session.averages:
+        yield from average.parts()
 
 
 def _weights(session: Session, member: int) -> Part:

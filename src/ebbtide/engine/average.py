@@ -1,0 +1,184 @@
+"""An exponential moving average of the weights, beside them in memory, exact and saved with the rest.
+
+Every step's weights go into it, in master precision: average += (weight - average) * (1 - decay), each operation rounded
+once, element by element, so that neither placement nor the number of ranks changes a bit. They are taken when nobody is
+working on them: before the next update begins, or before somebody reads. For an evaluation average and weights change
+places.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from ebbtide.errors import ConfigError, StateError
+from ebbtide.memory.glance import PORTION
+from ebbtide.memory.ledger import AVERAGE
+from ebbtide.run.session import Session
+from ebbtide.state import values
+from ebbtide.state.parts import WEIGHTS, Part, parts_of
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A parameter's average: this rank's elements of it."""
+
+    weights: Part
+    flat: torch.Tensor
+
+    def portions(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(the first element of the whole tensor, this much of the average)."""
+        begin, _ = self.weights.range
+        for start in range(0, self.flat.numel(), PORTION):
+            yield begin + start, self.flat[start : start + PORTION]
+
+
+class Average:
+    """What `engine.ema(decay)` gives. `decay` may be set between steps."""
+
+    def __init__(self, session: Session, decay: float) -> None:
+        self.decay = require_decay(decay)
+        self._label = f"average-{decay}"
+        self._session = session
+        self._due: list[float] = []
+        """Decays of steps whose weights are not in it yet."""
+        self._exchanging: tuple[int, int, torch.Tensor, torch.Tensor] | None = None
+        """Of a swap that is under way: the parameter, its first element, and what average and weights were there."""
+        self._exchanged: set[tuple[int, int]] = set()
+        weights = (part for part in parts_of(session) if part.key.startswith(f"{WEIGHTS}/"))
+        parts = [
+            part for part in weights if part.dtype == torch.float32
+        ]  # others have no master: they are frozen
+        sizes = [part.range[1] - part.range[0] for part in parts]
+        self._tier = "host" if session.ledger.budgets["host"] else "device"
+        nbytes = 4 * sum(sizes)
+        session.room.make(self._tier, nbytes)
+        session.ledger.reserve(self._tier, AVERAGE, nbytes)
+        self._release = weakref.finalize(self, session.ledger.release, self._tier, AVERAGE, nbytes)
+        self._settle()
+        self._kept = [_Kept(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)]
+        self.restart()
+
+    # -- what it takes in -----------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """It is the weights of now."""
+        self._due.clear()
+        for kept in self._kept:
+            for first, average in kept.portions():
+                kept.weights.load(first, average)
+
+    def stepped(self) -> None:
+        """The weights have had an update."""
+        self._due.append(require_decay(self.decay))
+
+    def catch_up(self) -> None:
+        """Takes in the weights of the last step. Nothing has changed them since."""
+        if not self._due:
+            return
+        [decay], self._due = self._due, []
+        share = 1.0 - decay
+        for kept in self._kept:
+            for first, average in kept.portions():
+                weights = torch.empty_like(average)
+                kept.weights.load(first, weights)
+                average.add_(weights.sub_(average).mul_(share))
+
+    # -- what it gives --------------------------------------------------------------------------------
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The module's weights are the averages meanwhile: for evaluation, export, or reading by name. Training is
+        refused. Ranks that share chunks call it together."""
+        if self._session.swapped:
+            raise StateError("an average is in place of the weights already; one at a time")
+        self.catch_up()
+        self._session.swapped = f"the average with decay {self.decay} is in place of the weights"
+        try:
+            self._exchange(into=True)
+            yield
+        finally:
+            self._exchange(into=False)
+            self._session.swapped = ""
+
+    def _exchange(self, into: bool) -> None:
+        """Average and weights change places, portion by portion. What ended it half-way is gone on from: a portion is
+        written again from what both were, and not exchanged twice."""
+        self._finish_portion()
+        for number, kept in enumerate(self._kept):
+            for first, average in kept.portions():
+                if ((number, first) in self._exchanged) is into:
+                    continue
+                weights = torch.empty_like(average)
+                kept.weights.load(first, weights)
+                self._exchanging = number, first, average.clone(), weights
+                self._finish_portion()
+
+    def _finish_portion(self) -> None:
+        if self._exchanging is None:
+            return
+        number, first, average, weights = self._exchanging
+        kept = self._kept[number]
+        begin, _ = kept.weights.range
+        kept.weights.store(first, average)
+        kept.flat[first - begin : first - begin + weights.numel()].copy_(weights)
+        self._exchanged ^= {(number, first)}
+        self._exchanging = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages by name, in fp32, and whatever else the module's state_dict has as it is."""
+        with self.swapped_in():
+            return values.state_dict(self._session)
+
+    # -- saved with the rest --------------------------------------------------------------------------
+
+    def parts(self) -> Iterator[Part]:
+        self.catch_up()
+        for kept in self._kept:
+            yield self._part(kept)
+
+    def _part(self, kept: _Kept) -> Part:
+        begin, end = kept.weights.range
+
+        def load(first: int, out: torch.Tensor) -> None:
+            out.copy_(kept.flat[first - begin : first - begin + out.numel()])
+
+        def store(first: int, flat: torch.Tensor) -> None:
+            low, high = max(first, begin), min(first + flat.numel(), end)
+            if low < high:
+                kept.flat[low - begin : high - begin].copy_(flat[low - first : high - first])
+
+        def lend(first: int, count: int) -> None:
+            return None
+
+        key = f"{self._label}/{kept.weights.key.partition('/')[2]}"
+        return replace(kept.weights, key=key, load=load, store=store, lend=lend)
+
+    def loaded(self, stored: Sequence[str]) -> None:
+        """A checkpoint with these tensors was loaded: it has the average, or there is a new beginning."""
+        self._due.clear()
+        if not any(key.startswith(f"{self._label}/") for key in stored):
+            self.restart()
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        if self in self._session.averages:
+            self._session.averages.remove(self)
+            self._kept.clear()
+            self._release()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Plans have more or less room from now on."""
+        room = self._session.room
+        self._session.traces.settle(room.budget("device"), room.budget("host"))
+
+
+def require_decay(decay: float) -> float:
+    if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        raise ConfigError(f"ema: expected a decay from 0 to 1, such as 0.999, found {decay!r}")
+    return float(decay)
