@@ -239,7 +239,7 @@ BAD = {
     "accumulate": (["--accumulate", "0"], ["--accumulate", "found 0"]),
     "eval-every": (["--eval-every", "-1"], ["--eval-every", "found -1"]),
     "lr": (["--lr", "-1"], ["--lr", "found -1.0"]),
-    "clip": (["--clip", "0"], ["--clip", "found 0.0"]),
+    "clip": (["--clip", "-1"], ["--clip", "found -1.0"]),
     "schedule": (["--schedule", "cosin"], ["--schedule", "did you mean 'cosine'?"]),
     "prefetch": (["--prefetch", "of"], ["--prefetch", "'of'", "did you mean 'off'?"]),
     "precision": (["--precision", "bf61"], ["--precision", "'bf61'", "did you mean 'bf16'?"]),

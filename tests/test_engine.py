@@ -398,7 +398,7 @@ def test_refusals(make: Any) -> None:
     with pytest.raises(ConfigError, match="does not depend"):
         engine.backward(torch.zeros(()))
     engine.step()
-    with pytest.raises(ConfigError, match="'weight_decai' is not a setting; did you mean 'weight_decay'"):
+    with pytest.raises(ConfigError, match="unknown setting 'weight_decai'; did you mean 'weight_decay'"):
         make(Branching(), [{"params": [], "weight_decai": 1}])
     with pytest.raises(UnsupportedError, match="fp16"):
         make(precision="fp16", updates="in-backward", clip=None)

@@ -1,4 +1,4 @@
-"""What people write in a training loop: each habit trains to a plain loop's bits, or is refused by name before it is wrong.
+"""What people write in a training loop: each habit trains to a plain loop's bits, or is refused by name in time.
 
 `HABITS` says which of them trains and which is refused, with what message. Loops drawn from such habits at random follow
 (`make test-all` draws hundreds).
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -61,6 +63,7 @@ class Side:
         self.module = Net()
         self.engine: Any = None
         self.plain: Any = None
+        self.averages: list[Any] = []
         self.accumulate = changes.get("accumulate", 1)
         if memory is None:
             self.plain = PlainAdamW(self.module, lr=LR)
@@ -492,3 +495,175 @@ def test_a_habit_trains_or_is_refused_by_name(habit: Habit, memory: Any) -> None
 
 def test_at_least_twenty_habits_train() -> None:
     assert sum(not habit.refusal for habit in HABITS) >= 20
+
+
+# -- loops drawn at random --------------------------------------------------------------------------------
+
+REFUSED: dict[str, Callable[[Side], Any]] = {
+    "torch clips": lambda side: torch.nn.utils.clip_grad_norm_(side.module.parameters(), 1.0),
+    "another optimizer steps": lambda side: torch.optim.SGD(side.module.parameters(), lr=1.0).step(),
+    "a part by itself": lambda side: side.module.encode(batch(70)[0]).sum().backward(),
+    "a gradient of a gradient": lambda side: side.loss(71).backward(create_graph=True),
+    "converted": lambda side: side.module.layers[0].half(),
+    "pickled": lambda side: __import__("pickle").dumps(side.module),
+    "unknown name": lambda side: side.engine.weights("nothing.*").__enter__(),
+    "no tensor": lambda side: side.engine.backward(1.0),
+}
+BETWEEN = (
+    "forward and nothing",
+    "evaluate",
+    "evaluate in inference mode",
+    "read",
+    "write",
+    "state dict",
+    "average",
+)
+WINDOWS = st.lists(
+    st.tuples(
+        st.sampled_from(["module", "engine", "run"]), st.sampled_from(["loss", "engine", "thread", "twice"])
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    windows: tuple[tuple[str, str], ...]
+    clip: float | None
+    before: str
+    """What is done before the step's passes; nothing: ''."""
+    inside: str
+    """Between backward and the step."""
+    ends: str
+    """'step', 'optimizer', 'closure'; 'drop': gradients are set to None. 'raises': forward of one more batch does."""
+
+
+STEPS = st.lists(
+    st.builds(
+        Step,
+        WINDOWS.map(tuple),
+        st.sampled_from([None, None, 0.3]),
+        st.sampled_from(["", "", *BETWEEN, *sorted(set(REFUSED) - {"torch clips"})]),
+        st.sampled_from(
+            ["", "", "evaluate", "state dict", "torch clips", "another optimizer steps", "no tensor"]
+        ),
+        st.sampled_from(["step", "step", "optimizer", "closure", "drop", "raises"]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+PLACES: list[dict[str, Any]] = [
+    {"memory": TIGHT},
+    {"memory": ROOMY},
+    {"memory": 300_000},
+    {"memory": TIGHT, "layout": "page", "placement": "host"},
+    {"memory": 100_000, "eviction": "lru", "prefetch": False},
+]
+
+
+def between(side: Side, what: str, number: int) -> None:
+    if what in REFUSED:
+        if side.engine is not None:
+            with pytest.raises(EbbtideError):
+                REFUSED[what](side)
+    elif what == "forward and nothing":
+        side.loss(200 + number)
+    elif what.startswith("evaluate"):
+        with torch.inference_mode() if what.endswith("mode") else torch.no_grad():
+            assert side.loss(300 + number).isfinite()
+    elif what == "state dict":
+        assert all(value.isfinite().all() for value in side.module.state_dict().values())
+    elif what == "average":
+        for one in side.averages:
+            with one.swapped_in(), torch.no_grad():
+                assert side.loss(400 + number).isfinite()
+    elif what == "read" and side.engine is not None:
+        with side.engine.resident():
+            assert all(parameter.isfinite().all() for parameter in side.module.parameters())
+    elif what == "write":
+        name = f"layers.{number % 8}.weight"
+        if side.engine is None:
+            side.plain.masters[name] *= 0.5
+            side.plain.refresh()
+        elif number % 2:
+            with side.engine.weights(name, write=True) as weights:
+                weights[name] *= 0.5
+        else:
+            with side.engine.resident(write=True):
+                side.module.get_parameter(name).data.mul_(0.5)
+
+
+def go_back(side: Side, loss: torch.Tensor, way: str) -> None:
+    if way == "thread":
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    elif way == "twice":
+        loss.backward(retain_graph=True)
+        loss.backward()
+    else:
+        side.backward(loss, way)
+
+
+def take(side: Side, step: Step, number: int) -> None:
+    between(side, step.before, number)
+    for place, (call, back) in enumerate(step.windows):
+        go_back(side, side.loss(number + place, call) / len(step.windows), back)
+    between(side, step.inside, number)
+    if step.ends == "raises":
+        side.module.fails = True
+        with pytest.raises(ZeroDivisionError):
+            side.loss(0)
+        side.module.fails = False
+    if step.ends == "drop":
+        for parameter in side.module.parameters():
+            parameter.grad = None
+        return
+    if side.engine is None:
+        side.step(clip=step.clip)
+        return
+    if step.clip is not None:
+        side.engine.clip_grad_norm_(step.clip)
+    if step.ends == "optimizer":
+        side.engine.optimizer.step()
+    elif step.ends == "closure":
+        assert side.engine.optimizer.step(lambda: 7) == 7
+    else:
+        assert side.engine.step().updated
+
+
+def compared(steps: list[Step], place: dict[str, Any], averaged: bool) -> None:
+    plain, side = Side(), Side(**place)
+    try:
+        side.averages = [side.engine.ema(0.9)] if averaged else []
+        for one in (plain, side):
+            for number, step in enumerate(steps):
+                take(one, step, 10 * number)
+        assert side.sha256() == plain.sha256()
+    finally:
+        side.close()
+
+
+UNHURRIED: Any = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+
+
+@settings(max_examples=12, **UNHURRIED)
+@given(STEPS, st.sampled_from(PLACES), st.booleans())
+def test_loops_of_habits_train_to_a_plain_loops_bits(
+    steps: list[Step], place: dict[str, Any], averaged: bool
+) -> None:
+    compared(steps, place, averaged)
+
+
+@pytest.mark.heavy
+@settings(max_examples=300, **UNHURRIED)
+@given(STEPS, st.sampled_from(PLACES), st.booleans())
+def test_many_loops_of_habits_train_to_a_plain_loops_bits(
+    steps: list[Step], place: dict[str, Any], averaged: bool
+) -> None:
+    note(f"{steps} {place}")
+    compared(steps, place, averaged)

@@ -47,14 +47,18 @@ def retire(module: nn.Module) -> None:
 class _Conversion:
     """In place of a managed module's `_apply`, which `to`, `half` and `cuda` go through, for the whole and for its
     children: it would change placeholders. What changes neither dtype nor device is let through, for trainers call `to`
-    freely."""
+    freely; so is what forward itself converts (Switch's router does), which computes with what comes of it."""
 
-    def __init__(self, module: nn.Module, sample: torch.Tensor) -> None:
+    def __init__(self, module: nn.Module, sample: torch.Tensor, in_pass: Callable[[], bool]) -> None:
         """`sample`: a parameter of the module's that the engine manages."""
-        self._sample, self._module = sample, module
+        self._sample, self._module, self._in_pass = sample, module, in_pass
         module._apply = self  # type: ignore[method-assign, assignment]
 
-    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
+    def __call__(
+        self, function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        if self._in_pass():
+            return type(self._module)._apply(self._module, function, *args, **kwargs)
         before = torch.empty(0, dtype=self._sample.dtype, device=self._sample.device)
         after = function(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
@@ -93,7 +97,7 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
         session.interceptor.keep(PlainCopy(child, lambda: all(session.places.residing)))
         sample = next((p for p in child.parameters() if id(p) in member_of), None)
         if sample is not None:
-            session.interceptor.keep(_Conversion(child, sample))
+            session.interceptor.keep(_Conversion(child, sample, lambda: session.interceptor.scopes > 0))
 
     tied = _Tied(session.module)
 
