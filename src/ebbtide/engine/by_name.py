@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.memory.ledger import SNAPSHOT
 from ebbtide.run.scaler import LossScaler
 from ebbtide.state import values
 
@@ -66,12 +67,26 @@ class ByName(Held):
         session.hold_outputs()
         if write:
             session.catch_up_averages()
-        with session.places.resident():
-            session.data.watch_writes()
+        with session.places.resident(), self._remembered(write) as kept:
+            session.data.watch_writes(kept)
             try:
                 yield
             finally:
                 self._notice_live_writes(write)
+
+    @contextmanager
+    def _remembered(self, write: bool) -> Iterator[list[int]]:
+        """Room for what parameters were, where nothing else tells which elements are written: gives whose."""
+        session = self._session
+        kept = session.data.split_members if write else []
+        nbytes = sum(session.data.memory[member].nbytes for member in kept)
+        tier = "host" if session.ledger.budgets["host"] else "device"
+        session.room.make(tier, nbytes)
+        session.ledger.reserve(tier, SNAPSHOT, nbytes)
+        try:
+            yield kept
+        finally:
+            session.ledger.release(tier, SNAPSHOT, nbytes)
 
     def _notice_live_writes(self, asked: bool) -> None:
         data, names = self._session.data, []

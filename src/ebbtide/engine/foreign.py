@@ -94,11 +94,11 @@ def handed_over(config: Config, given: Any) -> tuple[Config, Any, torch.optim.Op
             f"initialize takes a torch.optim.AdamW or Adam as settings, found {kind.__module__}.{kind.__name__}: the "
             "engine updates by rules of its own, in chunks. Take one of those, or name the rule in config['optimizer']"
         )
-    name, defaults = kinds[kind.__name__], OptimizerConfig()
+    name = kinds[kind.__name__]
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in given.param_groups}
     if name == "adam" and decoupled == {True}:
         name = "adamw"
-    if config.optimizer != defaults and config.optimizer.name != name:
+    if config.optimizer.name not in (name, OptimizerConfig().name):
         raise ConfigError(
             f"config['optimizer']['name'] is {config.optimizer.name!r} and the optimizer that was handed over is a "
             f"{kind.__name__}: leave one of them out"

@@ -8,7 +8,7 @@ costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -312,10 +312,19 @@ class ModelData:
         else:
             self.store.written(self.computed(index), "device")
         self.carry_on(index, members)
+        for member in members:
+            self.live.seen(member)
 
-    def watch_writes(self) -> None:
-        """All parameters are on the device and stay there: what is written through `.data` counts, too."""
-        self.live.begin(m for bound in self._bound for _, m in bound)
+    def watch_writes(self, kept: Collection[int] = ()) -> None:
+        """All parameters are on the device and stay there: what is written through `.data` counts, too. `kept`: of which
+        the values are remembered."""
+        self.live.begin((m for bound in self._bound for _, m in bound), kept)
+
+    @property
+    def split_members(self) -> list[int]:
+        """Parameters whose master is theirs and a remainder."""
+        trained = (i for i, one in enumerate(self.trained) if one and self.master_dtype(i) == torch.int16)
+        return [member for index in trained for _, member in self._bound[index]]
 
     def notice_live_write(self, member: int) -> bool:
         """Whether there was one into a parameter that PyTorch did not count."""

@@ -201,9 +201,15 @@ def check_fit(ledger: Ledger, config: Config, shape: ModelShape, spared: int) ->
     room["device"] += spared
     short = needed - sum(room.values())
     if short > 0:
+        theirs = sum(ledger.reserved.values()) - spared
+        others = (
+            f" (other engines in this process hold {format_size(theirs)}: engine.close())"
+            if theirs > 0
+            else ""
+        )
         raise BudgetError(
             f"model data of {format_size(needed)} does not fit {format_size(room['device'])} of device, "
-            f"{format_size(room['host'])} of host and {format_size(room['ssd'])} of SSD memory: short by "
+            f"{format_size(room['host'])} of host and {format_size(room['ssd'])} of SSD memory{others}: short by "
             f"{format_size(short)}",
             tier="ssd" if room["ssd"] else "host",
             short=ledger.asked("host", short),

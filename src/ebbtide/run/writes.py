@@ -23,18 +23,29 @@ _BITS = torch.int16
 _PIECE = 1 << 20
 
 
-def follow(parameter: torch.Tensor, master: torch.Tensor, kernels: Kernels) -> bool:
-    """Flat, of the same elements and on the kernels' device. Whether the master had to change."""
-    one = _follow_split if master.dtype == _BITS else _follow_whole
+def follow(
+    parameter: torch.Tensor, master: torch.Tensor, kernels: Kernels, before: torch.Tensor | None = None
+) -> bool:
+    """Flat, of the same elements and on the kernels' device. Whether the master had to change. `before`: what the
+    parameter was, where somebody knows."""
     changed = False
-    for some, of_master in zip(parameter.split(_PIECE), master.split(_PIECE), strict=True):
-        changed |= one(some, of_master, kernels)
+    for start in range(0, parameter.numel(), _PIECE):
+        some, of_master = (one[start : start + _PIECE] for one in (parameter, master))
+        if master.dtype != _BITS:
+            changed |= _follow_whole(some, of_master, kernels)
+        else:
+            known = None if before is None else before[start : start + _PIECE]
+            changed |= _follow_split(some, of_master, known)
     return changed
 
 
-def _follow_split(parameter: torch.Tensor, master: torch.Tensor, _: Kernels) -> bool:
-    size = parameter.view(_BITS) & 0x7FFF
-    lost = ((size == 0) | (size >= 0x7F80)) & (master != 0)
+def _follow_split(parameter: torch.Tensor, master: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Where it is known which elements were written their master is exactly that."""
+    if before is not None:
+        lost = (parameter.view(_BITS) != before.view(_BITS)) & (master != 0)
+    else:
+        size = parameter.view(_BITS) & 0x7FFF
+        lost = ((size == 0) | (size >= 0x7F80)) & (master != 0)
     if not bool(lost.any()):
         return False
     master.masked_fill_(lost, 0)
@@ -78,22 +89,27 @@ class Writes:
         share, copies = self._data.shares[member], copies_of(self._data, member)
         if len(copies) < 2:
             return  # no master yet
-        changed = [
-            self._follow(copies, share.offset + start, count) for start, count in portions(share.numel)
-        ]
+        before = self._data.live.before(member)
+        changed = []
+        for start, count in portions(share.numel):
+            known = None if before is None else before[share.first + start : share.first + start + count]
+            changed.append(self._follow(copies, share.offset + start, count, known))
         chunk, tier = copies[1]
         if any(changed) and tier == "ssd":
             self._data.written_on_ssd(chunk.index)
         elif any(changed):
             self._store.written(chunk, tier)
 
-    def _follow(self, copies: list[tuple[Chunk, str]], offset: int, count: int) -> bool:
+    def _follow(
+        self, copies: list[tuple[Chunk, str]], offset: int, count: int, before: torch.Tensor | None
+    ) -> bool:
         """Whether the master has changed."""
         parts = [self._read(chunk, tier, offset, count) for chunk, tier in copies]
         changed = False
-        for _, (parameter, master) in cut(parts, count):
+        for start, (parameter, master) in cut(parts, count):
             here = master.cpu()
-            if follow(parameter.cpu(), here, self._kernels):
+            known = None if before is None else before[start : start + parameter.numel()]
+            if follow(parameter.cpu(), here, self._kernels, known):
                 changed = True
                 if here is not master:
                     master.copy_(here)
