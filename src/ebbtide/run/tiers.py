@@ -105,7 +105,7 @@ def shared_tiers(config: Config, ranks: Ranks | None = None, companions: Compani
             there = tiers.ledger.budgets[tier] * sharers
             raise ConfigError(
                 f"{tier}.memory: another engine in this process has {there} bytes, this one asks for {asked}. Is it "
-                "one that nobody trains with any more (of a notebook's cell that ran before)? engine.close() ends it. Engines "
-                "that train together share a budget: give both one value, or 'auto'"
+                "one that nobody trains with any more (of a notebook's cell that ran before)? engine.close() ends it. "
+                "Engines that train together share a budget: give both one value, or 'auto'"
             )
     return tiers
