@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ebbtide
-from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from group import group_of
 from harness import config_of
 
@@ -265,3 +265,29 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         assert "other parts of model.layers.0.self_attn.q_proj.weight" in said and 'mesh["dp"]' in said
     for said in group_of(4).run(from_files, str(tmp_path)):
         assert "before parallelize_module()" in said
+
+
+def away_parts() -> list[str]:
+    """What is said of values of parameters that are away; and shapes, which are those of whole tensors."""
+    group = mesh_of()["dp"].get_group()
+    engine = ebbtide.initialize(split_llama(), config_of(precision="fp32", **TIGHT), group=group)
+    steps_of(engine, 0, 0, 1)
+    whole = {name: parameter.shape for name, parameter in llama().named_parameters()}
+    said = []
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters():
+            assert parameter.shape == whole[name], name
+            if not isinstance(parameter, DTensor):
+                continue
+            try:
+                parameter.norm()
+            except StateError as error:
+                said.append(str(error))
+    sha = engine.weights_sha256()
+    engine.close()
+    return [*said, sha]
+
+
+def test_parts_that_are_away_raise_by_name() -> None:
+    for *said, _ in group_of(4).run(away_parts):
+        assert said and all("is away: norm needs its values" in one for one in said)

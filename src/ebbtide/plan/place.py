@@ -83,7 +83,7 @@ def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft
         return _host_refusal("host" if short["host"] else "ssd", short, more, settings)
     budget = settings.set_budget("device")
     kept = budget - settings.device
-    beside = f", and {format_size(kept)} that are kept for other things" if kept else ""
+    beside = f", and {format_size(kept)} that other engines, averages or exchanges hold" if kept else ""
     return BudgetError(
         f"device: this iteration needs at least {format_size(budget + short['device'])} ({format_size(record.peak)} of "
         f"non-model data at the peak, with the chunks in use{beside}), the budget is {format_size(budget)}: short by "

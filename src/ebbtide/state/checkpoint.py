@@ -145,10 +145,23 @@ def _packed(state: Any) -> bytes:
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception as error:
         raise ConfigError(
-            "save: state is expected to be made of tensors, numbers, strings, lists, tuples and dicts, so that loading "
-            f"it runs no code of a file's; found something else ({type(error).__name__})"
+            "save: expected state made of tensors, numbers, strings, lists, tuples and dicts, so that loading it "
+            f"runs no code of a file's; found {_first_odd(state, 'state') or type(error).__name__}"
         ) from error
     return content.getvalue()
+
+
+def _first_odd(value: Any, name: str) -> str:
+    """The first value in there that is something else, by its place and kind."""
+    if isinstance(value, Mapping):
+        inside = [(f"{name}[{key!r}]", one) for key, one in value.items()]
+    elif isinstance(value, list | tuple | set):
+        inside = [(f"{name}[{place}]", one) for place, one in enumerate(value)]
+    elif value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str | bytes):
+        return ""
+    else:
+        return f"a {type(value).__name__} as {name}"
+    return next((found for where, one in inside if (found := _first_odd(one, where))), "")
 
 
 def _read_content(folder: Path, metadata: Metadata, key: str) -> bytes:
