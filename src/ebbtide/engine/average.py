@@ -96,7 +96,8 @@ class Average:
         refused. Ranks that share chunks call it together."""
         if self._session.swapped:
             raise StateError("an average is in place of the weights already; one at a time")
-        self.catch_up()
+        self._session.reclaim()  # gradients may lie where parameters were
+        self._session.catch_up_averages()
         self._session.swapped = f"the average with decay {self.decay} is in place of the weights"
         try:
             self._exchange(into=True)
@@ -166,6 +167,8 @@ class Average:
 
     def close(self) -> None:
         """Gives its memory back."""
+        if self._session.swapped:
+            raise StateError(f"{self._session.swapped}: end swapped_in() before close()")
         if self in self._session.averages:
             self._session.averages.remove(self)
             self._kept.clear()

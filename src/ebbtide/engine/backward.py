@@ -11,11 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.engine.held import Held, alone
-from ebbtide.engine.own_backward import OwnBackward, led_by_an_engine
+from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.optimizer import EngineOptimizer
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import LOSS
+from ebbtide.runtime.gradients.led import leading
 
 
 class Reversing(Held):
@@ -28,9 +29,10 @@ class Reversing(Held):
         """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
         self._check()
         _refuse_loss(loss)
-        with self._reversing(loss.detach()), led_by_an_engine():
+        with self._reversing(loss.detach()):
             scaled = loss if self._scaler is None else loss * self._scaler.scale
-            scaled.backward(retain_graph=retain_graph)
+            with leading(scaled) as root:
+                root.backward(retain_graph=retain_graph)
 
     @contextmanager
     def _reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
@@ -42,6 +44,11 @@ class Reversing(Held):
         session = self._session
         session.refuse_swapped()
         self._notice_dropped()
+        if self._clip_once is not None:
+            raise StateError(
+                "a backward pass after engine.clip_grad_norm_(): the clip is for the gradients of the whole step. Call "
+                "it after the last backward, before engine.step(); engine.zero_grad() drops them. Nothing was changed"
+            )
         in_backward = self.config.updates == "in-backward"
         if in_backward:
             self._before_in_backward(loss)
@@ -56,7 +63,7 @@ class Reversing(Held):
             # What arrived before the exception is part of no gradient: the step starts anew.
             if session.updates.captured != captured or session.unmanaged.arrived() != outside:
                 self._clear()
-            else:
+            elif self._losses:
                 self._losses.pop()
             if in_backward and session.updates.applied != before:
                 self._broken = "an exception inside backward left some parameters updated and others not"
@@ -111,11 +118,17 @@ class Reversing(Held):
         outside = self._session.unmanaged.parameters.values()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             for parameter in (*data.parameters, *outside):
-                if parameter.requires_grad:
-                    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-                    if torch._C._will_engine_execute_node(node):
-                        return True
+                if parameter.requires_grad and _is_reached(parameter):
+                    return True
         return False
+
+
+def _is_reached(parameter: torch.Tensor) -> bool:
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # it is what torch.autograd.grad was asked for
 
 
 def _refuse_loss(loss: Any) -> None:

@@ -67,7 +67,8 @@ class ByName(Held):
         session.hold_outputs()
         if write:
             session.catch_up_averages()
-        with session.places.resident(), self._remembered(write) as kept:
+        with session.places.resident(), session.data.in_pass(), self._remembered(write) as kept:
+            session.data.notice_all()  # of a context around this one
             session.data.watch_writes(kept)
             try:
                 yield
@@ -92,7 +93,7 @@ class ByName(Held):
         data, names = self._session.data, []
         try:
             if not self._closed:
-                names = [data.names[member] for member in data.live.members if data.notice_live_write(member)]
+                names = [data.names[member] for member in data.notice_all()]
         finally:
             data.live.end()
         if names and not asked:

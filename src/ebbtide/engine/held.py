@@ -102,7 +102,17 @@ class Held:
     def _notice_dropped(self) -> None:
         """Gradients that the user's code has set to None are dropped."""
         if self._session.notice_dropped():
-            self._losses = []
+            self._losses, self._clip_once = [], None
+
+    def _zero_grad(self) -> None:
+        """What the user's zero_grad does."""
+        self._own_backward.give_up()
+        if self.config.updates == "in-backward" and self._session.micro:
+            raise StateError(
+                'zero_grad: updates = "in-backward" has applied the gradients of this backward already; call '
+                'engine.step(), or use updates = "exact" to drop what a batch brought'
+            )
+        self._clear()
 
     def _end_pending(self) -> None:
         """Before all weights are written. What an engine that is broken has pending may never be done: it goes."""

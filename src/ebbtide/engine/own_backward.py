@@ -8,35 +8,22 @@ of the engine's, which finds the callback gone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from ebbtide.errors import StateError, UnsupportedError
 from ebbtide.run.session import Session
+from ebbtide.runtime.gradients.led import is_led
 
 DEPTH = 3
 """How deep outputs are looked for in objects of the user's."""
 
-_led = 0
-"""How many backward passes are under way that some engine started."""
-
-
-@contextmanager
-def led_by_an_engine() -> Iterator[None]:
-    """Around such a one. What it brings to another engine's parameters is added to what that one holds, and is no pass
-    of its own."""
-    global _led
-    _led += 1
-    try:
-        yield
-    finally:
-        _led -= 1
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 class Abandoned(BaseException):
@@ -83,7 +70,7 @@ class OwnBackward:
         if self.live:
             self._session.recording.reach()
             return
-        if _led or not self._accumulating():
+        if is_led() or not self._accumulating():
             return
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -138,16 +125,35 @@ class _Reached:
 
 
 def tensors_in(found: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
-    """All that a forward pass gave, in dataclasses and in objects of the user's, too."""
-    for leaf in tree_iter(found):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, one.name, None) for one in fields(leaf)], depth)
-        elif (
-            depth
-            and hasattr(leaf, "__dict__")
-            and not isinstance(leaf, type | nn.Module)
-            and not callable(leaf)
-        ):
-            yield from tensors_in(list(vars(leaf).values()), depth - 1)
+    """All that a forward pass gave, in containers and in objects of the user's, too."""
+    seen: set[int] = set()
+    todo = [(found, depth)]
+    while todo:
+        value, left = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif left < 0 or id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        else:
+            seen.add(id(value))
+            for one in _inside(value):
+                todo.append((one, left if isinstance(value, list | tuple | Mapping) else left - 1))
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = list(value)
+    else:
+        inside = []
+    if isinstance(value, type | nn.Module | ModuleType) or callable(value):
+        return inside
+    slots = (name for kind in type(value).__mro__ for name in _slots(kind))
+    inside += [getattr(value, name) for name in slots if hasattr(value, name)]
+    return inside + list(getattr(value, "__dict__", {}).values())
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)

@@ -77,9 +77,9 @@ class Stepping(Held):
         if session.micro:
             session.average_unmanaged()
             norm = self._decide(Scaling(self._unscale(), None)).norm
+            self._clip_once = float(max_norm)
         else:
             norm = 0.0  # as in plain PyTorch, where there are no gradients
-        self._clip_once = float(max_norm)
         session.updates.show()
         return torch.tensor(norm)
 
@@ -94,7 +94,9 @@ class Stepping(Held):
         self._notice_dropped()
         session = self._session
         if session.micro == 0:
-            raise StateError(self._without_backward())
+            said = self._without_backward()
+            self._clear()  # a loop that goes on is not to have them in its next step
+            raise StateError(said)
         if session.micro < self.config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
         if self.config.updates != "in-backward":
@@ -136,9 +138,7 @@ class Stepping(Held):
         session, companions = self._session, self._companions
         if session.brought() or (companions is not None and companions.stages is not None):
             return  # another stage may have all of them
-        session.drop_gradients()
-        session.unmanaged.discard()
-        self._losses = []
+        self._clear()
         raise StateError(NOTHING_TRAINED)
 
     def _refuse(self, bad: str) -> StepResult:
@@ -240,6 +240,8 @@ class Stepping(Held):
             self.optimizer.step()
         finally:
             self._stepping = False
+        if self.optimizer.handed is not None:
+            self.optimizer.handed._opt_called = True  # type: ignore[attr-defined]  # what a scheduler on it asks for
 
     def _update(self) -> bool:
         """What `optimizer.step()` does; called by the user it is `engine.step()`. Whether it was skipped."""
@@ -262,6 +264,9 @@ class Stepping(Held):
             self.steps += 1
         for average in session.averages:
             average.stepped()
+        if session.data.live.members:  # within resident(): what is written from here on is the user's
+            session.updates.drain()
+            session.data.live.rebase()
         return False
 
 

@@ -123,8 +123,11 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         try:
             with all_or_none(ranks):
                 refuse_nowhere(config, tiers.ledger.budgets)
-                self.optimizer = make_optimizer(module, config.optimizer, groups, self._update, self._clear)
+                self.optimizer = make_optimizer(
+                    module, config.optimizer, groups, self._update, self._zero_grad
+                )
                 if handed is not None:
+                    self.optimizer.handed = handed
                     handed.param_groups = self.optimizer.param_groups  # what a scheduler on it changes counts
             self._session = self._take_over(choice, kernels, files, ranks, companions)
         except BaseException:
@@ -133,7 +136,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         self._session.updates.regroup(self.optimizer.param_groups)
         self._schedulers = Schedulers(self.optimizer)
         refuse_foreign_steps()
-        guard(self._session, self._clear)
+        guard(self._session, self._zero_grad)
         if ranks is None or ranks.rank == 0:
             warn_of_slow_products(choice, tiers.backend.kind)
         self._scaler = LossScaler() if config.precision == "fp16" else None
@@ -146,6 +149,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         self._clip_once: float | None = None
         self.last_step: StepResult | None = None
         self._saver = Saver(self._session)
+        self._session.data.end_pass()
         self._own_backward = OwnBackward(self._session, self._reversing, self._accumulating)
         self._session.interceptor.keep(RootCalls(module, self.__call__, self._under_way))
 
@@ -183,6 +187,8 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
 
     def _pass(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
+        if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
+            return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
         idle = session.idle
         if function is not self.module:
             function = partial(session.interceptor.around, function)
@@ -294,6 +300,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         if os.getpid() != self._process:
             return  # memory and files are the parent's to give back
         self._saver.close()
+        self._session.swapped = ""
         for average in list(self._session.averages):
             average.close()
         self._session.close()

@@ -33,5 +33,5 @@ class _Refusal:
         raise UnsupportedError(
             f"the loss comes from a {self._kind} that was called by itself, outside a pass of the engine's, so its "
             "gradients would be part of no step. Call engine(...) or the module, or run what you call as the pass: "
-            "engine.run(function, *args), as in engine.run(model.encode, x). Nothing was changed"
+            "engine.run(function, *args), as in engine.run(model.encode, x)"
         )

@@ -15,8 +15,8 @@ pass of the process that follows, another engine's, too. So these are ended with
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from inspect import isgenerator
 from traceback import walk_tb
 from typing import Any
@@ -126,6 +126,20 @@ class SavedTensors:
 def _ours(hooks: Hooks | None) -> _Pair | None:
     pair = None if hooks is None else getattr(hooks[0], "__self__", None)
     return pair if isinstance(pair, _Pair) else None
+
+
+@contextmanager
+def no_saved_hooks() -> Iterator[None]:
+    """Nobody is told of what is saved meanwhile: a checkpoint of the user's counts what passes through its hooks."""
+    taken: list[Hooks] = []
+    while (top := _top(False)) is not None:
+        taken.append(top)
+        _pop()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            _push(pack, unpack)
 
 
 def innermost() -> Hooks | None:

@@ -110,6 +110,7 @@ class Machinery:
             companions.know(self.data.names)
         made.stop_nonfinite = config.nonfinite == "stop"
         made.norm_wanted = config.updates != "in-backward"
+        made.scaled = config.precision == "fp16"
         made.add_chunks()
         self.sharing = None if ranks is None else self._share(ranks, kernels["device"])
         self.executor.on_gradient = made.capture

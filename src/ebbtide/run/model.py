@@ -7,9 +7,12 @@ costs nothing.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +28,7 @@ from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import apart
 from ebbtide.run.source import replace as replace_parameter
 from ebbtide.runtime.parameters.away import known_as, take_off, wear
+from ebbtide.runtime.parameters.in_place import InPlace
 from ebbtide.runtime.parameters.live_writes import LiveWrites
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -133,6 +137,10 @@ class ModelData:
         """Whether parameters are counted among the users of the chunk's memory: from before the first is bound until the
         last is not, so that an interrupt between them leaves something to end."""
         self.live = LiveWrites(self.memory)
+        self._between = False
+        """Whether no pass runs, and parameters that are in place note who takes their memory."""
+        here = weakref.ref(self)
+        self._takers = [partial(_taken, here, member) for member in range(len(self.parameters))]
         self.carry_on: Callable[[int, Sequence[int]], None] = lambda index, members: None
         """Told of chunks that the user has written into in place, and into which parameters."""
         self.before_values: Callable[[], None] = lambda: None
@@ -215,6 +223,8 @@ class ModelData:
             assert place is not None
             take_off(self.parameters[member])
             self.memory[member].data = view.as_strided(place.shape, place.stride, offset)
+            if self._between:
+                self._note_aliases(member)
         self._versions[index] = self._version(index)
         self.bound[index] = True
 
@@ -275,7 +285,40 @@ class ModelData:
         """The parameters that the user has given other memory (`p.data = ...`), which no version counts."""
         chunk = self.computed(index)
         assert chunk.device is not None
-        return self._elsewhere(index, chunk.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._elsewhere(index, chunk.device)
+
+    # -- between passes ----------------------------------------------------------------------------
+
+    def _note_aliases(self, member: int) -> None:
+        """Whoever takes a parameter's memory between passes is noted. What has a class of the user's keeps it."""
+        parameter = self.parameters[member]
+        if type(parameter) is nn.Parameter:
+            parameter._ebbtide_taken = self._takers[member]  # type: ignore[attr-defined]
+            parameter.__class__ = InPlace
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Around what computes with parameters, or keeps them in place: they have the class that they came with."""
+        between, self._between = self._between, False
+        if between:
+            for index, bound in enumerate(self.bound):
+                for _, member in self._bound[index] if bound else ():
+                    take_off(self.parameters[member])
+            self.notice_all()
+            self.live.let_go()
+        try:
+            yield
+        finally:
+            if between:
+                self.end_pass()
+
+    def end_pass(self) -> None:
+        """From now on nobody computes with parameters, until the next pass."""
+        self._between = True
+        for index, bound in enumerate(self.bound):
+            for _, member in self._bound[index] if bound else ():
+                self._note_aliases(member)
 
     def _elsewhere(self, index: int, memory: torch.Tensor) -> list[int]:
         """The chunk's parameters that do not lie in this memory."""
@@ -288,7 +331,8 @@ class ModelData:
         for member in members:
             place = self.views[member]
             assert place is not None
-            found = self.memory[member].data
+            with torch._C.DisableTorchFunctionSubclass():
+                found = self.memory[member].data
             if tuple(found.shape) != place.shape:
                 raise StateError(
                     f"{place.name} was given memory of shape {tuple(found.shape)}; expected {place.shape}, as when the "
@@ -300,6 +344,9 @@ class ModelData:
 
     def notice_writes(self, index: int) -> None:
         """A write in place by the user makes the device copy the newest one."""
+        if self.live.noted:
+            for member in self.live.noted.intersection(self.members[index]):
+                self.notice_live_write(member)
         if self.written(index):
             self._take_back(index, self._replaced(index))
             self._versions[index] = self._version(index)
@@ -326,16 +373,20 @@ class ModelData:
         trained = (i for i, one in enumerate(self.trained) if one and self.master_dtype(i) == torch.int16)
         return [member for index in trained for _, member in self._bound[index]]
 
+    def notice_all(self) -> list[int]:
+        """Whatever was written into parameters that are looked at; into which PyTorch did not count it."""
+        members = self.live.members
+        for index in sorted({self.places[member].chunk for member in members}):
+            self.notice_writes(index)
+        return [member for member in members if self.notice_live_write(member)]
+
     def notice_live_write(self, member: int) -> bool:
         """Whether there was one into a parameter that PyTorch did not count."""
         index = self.places[member].chunk
-        if not self.bound[index] or not self.live.found(member):
+        if not self.bound[index] or self.written(index) or not self.live.found(member):
             return False
-        counted = self.written(index)
-        self.notice_writes(index)
-        if not counted:
-            self._carry_on(index, [member])
-        return not counted
+        self._carry_on(index, [member])
+        return True
 
     def changed(self, members: Iterable[int]) -> None:
         """By us: what has been saved of their values for backward is refused there, as after a write of the user's."""
@@ -442,6 +493,12 @@ class ModelData:
         assert memory is not None
         view = memory.view(handle.dtype).as_strided(handle.shape, handle.stride, handle.offset)
         return view if handle.split is None else handle.split.around(view)
+
+
+def _taken(data: weakref.ref[ModelData], member: int) -> None:
+    found = data()
+    if found is not None:
+        found.live.note(member)
 
 
 def refuse_parameter(name: str, parameter: torch.Tensor) -> None:

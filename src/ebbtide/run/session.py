@@ -112,7 +112,7 @@ class Session(Machinery):
                     self.room.begin_turn()
                     before = self.room.level, self.ledger.is_guess("device"), self.room.held
                     self._make_room(call)
-            with self.interceptor.scope():
+            with self.data.in_pass(), self.interceptor.scope():
                 yield
         except BaseException:
             if self.idle:
@@ -266,7 +266,7 @@ class Session(Machinery):
         """Around a pass: hooks on, and everything let go of where it raises. `by_node`: a backward that the user's code
         started."""
         try:
-            with self.interceptor.scope(), self.recording.metered(by_node):
+            with self.data.in_pass(), self.interceptor.scope(), self.recording.metered(by_node):
                 yield
             self.resting.built()
             if self.course.phase == RUNNING:

@@ -21,6 +21,7 @@ from ebbtide.memory.parts import part_like
 from ebbtide.plan.shape import WHOLE_GRAD
 from ebbtide.run.chunk_updates import ChunkUpdates
 from ebbtide.run.companions import Companions
+from ebbtide.run.course import REVERSING
 from ebbtide.run.executor import Executor
 from ebbtide.run.kept import KeptGradients
 from ebbtide.run.lockfree import LockFree
@@ -29,6 +30,7 @@ from ebbtide.run.shares import SharedGradients
 from ebbtide.run.straight import Straight
 from ebbtide.run.taken import TakenSpace
 from ebbtide.runtime.gradients.held import Shown
+from ebbtide.runtime.gradients.led import is_led
 
 
 class Updates:
@@ -60,6 +62,8 @@ class Updates:
         self.take_over = False
         self.stop_nonfinite = True
         self.norm_wanted = True
+        self.scaled = False
+        """Whether losses are scaled before backward (fp16)."""
         self.scale = 1.0
         """What gradients are multiplied with in in-backward updates."""
         self.lock_free: LockFree | None = None
@@ -119,6 +123,8 @@ class Updates:
         if gradient is None or self.steps.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
+        if self.executor.course.phase != REVERSING:
+            self._refuse_stray(member)
         gradient = part_like(gradient, parameter).resolve_neg()
         self.captured += 1
         self._whole = None
@@ -137,6 +143,21 @@ class Updates:
         self.hold(member, gradient)
         if self.in_backward and all(self.arrived[m] for m in self.expected(index)):
             self.apply_chunk(index)
+
+    def _refuse_stray(self, member: int) -> None:
+        """A gradient comes by no output of a pass: it is added to what is held, where that can be."""
+        name = self.data.names[member]
+        if self.in_backward:
+            raise UnsupportedError(
+                f"{name} gets a gradient by no output of a pass of this engine (a penalty of its own, a tensor that "
+                'forward keeps, the loss of another engine), and updates = "in-backward" would apply it at once. Add it '
+                'to the loss that comes from the pass, or use updates = "exact". It was dropped'
+            )
+        if self.scaled and not is_led():
+            raise UnsupportedError(
+                f"{name} gets a gradient by no output of a pass of this engine, so without the loss scale of fp16: "
+                "add what it comes from to the loss, and call engine.backward(loss). It was dropped"
+            )
 
     def hold(self, member: int, gradient: torch.Tensor) -> None:
         """Copies or adds a gradient into the chunk that holds it until the update, or keeps it as it is."""

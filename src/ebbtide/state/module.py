@@ -81,8 +81,8 @@ class _Forgetting:
         module.zero_grad = self  # type: ignore[method-assign]
 
     def __call__(self, set_to_none: bool = True) -> None:
-        self._own(set_to_none)
         self._clear()
+        self._own(set_to_none)
 
     def remove(self) -> None:
         self._module.__dict__.pop("zero_grad", None)
@@ -120,6 +120,7 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
     for module in session.module.modules():
         if any(id(p) in member_of for p in module._parameters.values()):
             session.interceptor.keep(module.register_state_dict_post_hook(fill))
+        if any(id(p) in member_of for p in module.parameters()):  # before anything of it is written
             session.interceptor.keep(module.register_load_state_dict_pre_hook(refuse))
 
 

@@ -99,6 +99,7 @@ def store(session: Session, member: int, flat: torch.Tensor, first: int = 0) -> 
     session.places.refresh(index)
     if not param.device_valid:
         session.places.leave_stale(param)
+    session.data.live.rebase()
 
 
 def gradient(session: Session, name: str, loss_scale: float = 1.0) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ebbtide.intercept import Unit
 from ebbtide.intercept.kept import Kept
+from ebbtide.intercept.saved import no_saved_hooks
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
 from ebbtide.tracing.chance import undrawn
 from ebbtide.tracing.elsewhere import Rules
@@ -222,6 +223,7 @@ def _trace(
         return found
 
     with (
+        no_saved_hooks(),
         _unlogged(),
         undrawn(module),
         unchanged(module, kept_beside, function),

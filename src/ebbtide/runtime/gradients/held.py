@@ -16,13 +16,10 @@ from torch import nn
 from ebbtide.errors import StateError
 from ebbtide.runtime.parameters.away import answers, name_of
 
-_ZEROED = (torch.Tensor.zero_, torch._foreach_zero_)
 _LEFT_ALONE = (torch.Tensor.detach_, torch.Tensor.requires_grad_)
 
 
 class HeldGradient(torch.Tensor):
-    zeroed: bool
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -31,10 +28,6 @@ class HeldGradient(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _LEFT_ALONE:
-            return args[0]
-        if func in _ZEROED:
-            for one in args[0] if isinstance(args[0], list | tuple) else args[:1]:
-                one.zeroed = True
             return args[0]
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return f"HeldGradient(size={tuple(args[0].shape)}, dtype={args[0].dtype})"
@@ -64,7 +57,6 @@ class Shown:
             found = self._made.get(member)
             if found is None or found.dtype != parameter.dtype:
                 found = self._made[member] = self._make(parameter)
-            found.zeroed = False
             parameter.grad = found
             self._shown.add(member)
 
@@ -91,22 +83,13 @@ class Shown:
         """None is shown any more. Of which parameters the user's code has dropped the gradient meanwhile."""
         if not self._shown:
             return set()
-        dropped, shown = set[int](), self._shown
-        self._shown = set()
-        strange = ""
-        for member in shown:
-            parameter, made = self._parameters[member], self._made[member]
-            found = parameter.grad
-            if found is made:
-                parameter.grad = None
-            if found is None or made.zeroed:
-                dropped.add(member)
-            elif found is not made:
-                strange = strange or self._names[member]
+        found = {member: self._parameters[member].grad for member in self._shown}
+        strange = [m for m, one in found.items() if one is not None and one is not self._made[m]]
         if strange:
             raise StateError(
-                f"{strange}.grad was set by hand, while the engine holds the gradient: that is the one of the step. "
-                "engine.gradients(name) shows it; a hook on the parameter (register_hook) changes it; to drop all call "
-                "engine.optimizer.zero_grad()"
+                f"{self._names[strange[0]]}.grad was set by hand, and the engine holds the gradient: that is the one of "
+                "the step. engine.gradients(name) shows it; a hook on the parameter (register_hook) changes it; to drop "
+                "all call engine.optimizer.zero_grad()"
             )
-        return dropped
+        self.forget()
+        return {member for member, one in found.items() if one is None}

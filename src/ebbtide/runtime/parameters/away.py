@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import StateError
+from ebbtide.runtime.parameters.in_place import InPlace
 
 _PROPERTIES = """
     shape dtype device requires_grad grad grad_fn ndim layout itemsize nbytes names name output_nr retains_grad
@@ -48,6 +49,7 @@ def answers() -> frozenset[Any]:
         known = getattr(torch.Tensor, name, None)
         if known is not None:
             found.append(known if callable(known) else known.__get__)
+    found.append(torch.autograd.grad)
     for name in _SET:
         if hasattr(torch.Tensor, name):
             found.append(getattr(torch.Tensor, name).__set__)
@@ -120,7 +122,7 @@ def _kinds() -> tuple[type, ...]:
 def wear(parameter: torch.Tensor) -> None:
     """Its memory is a placeholder from now on. What has a class of the user's keeps it."""
     kind = type(parameter)
-    if kind is nn.Parameter:
+    if kind is nn.Parameter or kind is InPlace:
         parameter.__class__ = Away
     elif kind.__name__ == "DTensor":
         worn = _kind_of_parts(kind)
@@ -132,7 +134,7 @@ def wear(parameter: torch.Tensor) -> None:
 def take_off(parameter: torch.Tensor) -> None:
     """It has its values again."""
     kind = type(parameter)
-    if kind is Away:
+    if kind is Away or kind is InPlace:
         parameter.__class__ = nn.Parameter
     elif kind in _parts:
         parameter.__class__ = kind.__mro__[1]

@@ -60,6 +60,23 @@ class LiveWrites:
             self._sums.clear()
             self._before.clear()
 
+    def note(self, member: int) -> None:
+        """Somebody takes the memory of one: it is looked at from now on."""
+        if member not in self._sums:
+            self._sums[member] = checksum(self._memory[member])
+
+    def let_go(self) -> None:
+        """Those that were noted one by one have been looked at."""
+        if not self._scopes:
+            self._sums.clear()
+
+    def rebase(self) -> None:
+        """What the engine has written is there: from here on it is the user who writes."""
+        for member, known in self._sums.items():
+            if known is None:
+                self._sums[member] = checksum(self._memory[member])
+                self.seen(member)
+
     def before(self, member: int) -> torch.Tensor | None:
         """What a parameter was when it was looked at last, where that is kept."""
         return self._before.get(member) if self._sums.get(member) is not None else None
@@ -81,6 +98,11 @@ class LiveWrites:
         before, now = self._sums[member], checksum(self._memory[member])
         self._sums[member] = now
         return before is not None and before != now
+
+    @property
+    def noted(self) -> set[int]:
+        """Parameters whose memory somebody has taken, outside of a scope."""
+        return set() if self._scopes else set(self._sums)
 
     @property
     def members(self) -> list[int]:

@@ -40,9 +40,14 @@ class PlainCopy:
         module = self._module
         made: nn.Module = module.__class__.__new__(module.__class__)
         memo[id(module)] = made
-        for name, value in vars(module).items():
-            if name not in OURS:
-                made.__dict__[name] = copy.deepcopy(_without_ours(name, value), memo)
+        state = module.__getstate__()
+        made.__setstate__(
+            {
+                name: copy.deepcopy(_without_ours(name, value), memo)
+                for name, value in state.items()
+                if name not in OURS
+            }
+        )
         return made
 
     def remove(self) -> None:
