@@ -377,8 +377,8 @@ class Updates:
 
     def show(self) -> None:
         """Backward is over: parameters show that their gradients are held."""
-        whole = [memory is own for memory, own in zip(self.data.memory, self.data.parameters, strict=True)]
-        self.shown.show(m for m, one in enumerate(whole) if one and self.arrived[m])
+        memory, parameters = self.data.memory, self.data.parameters
+        self.shown.show(m for m, count in enumerate(self.arrived) if count and memory[m] is parameters[m])
 
     def forget(self, members: Iterable[int]) -> None:
         """Drops the gradients of some parameters."""
