@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_zeros_through_data_are_zeros(make: Engines, precision: str, master: str
     assert all(value.isfinite().all() for value in engine.state_dict().values())
 
 
-def test_parameters_in_place_are_ordinary_in_passes_and_for_copies(make: Engines) -> None:
+def test_parameters_in_place_are_ordinary_in_passes_and_for_copies(make: Engines, tmp_path: Path) -> None:
     engine = make(memory=ROOMY)
     seen: list[type] = []
     engine.module.layers[0].register_forward_pre_hook(lambda module, _: seen.append(type(module.weight)))
@@ -120,6 +121,13 @@ def test_parameters_in_place_are_ordinary_in_passes_and_for_copies(make: Engines
     one = next(engine.parameters())
     assert isinstance(one, nn.Parameter) and type(copy.deepcopy(one)) is nn.Parameter
     assert torch.equal(one + 0, one.detach()) and type(one.detach()) is torch.Tensor
+    torch.save(list(engine.parameters()), tmp_path / "parameters.pt")
+    loaded = torch.load(tmp_path / "parameters.pt", weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, engine.parameters(), strict=True))
+    loaded[0].grad = torch.ones_like(loaded[0])
+    torch.optim.SGD(loaded, lr=1.0).step()  # they are nobody's
+    step(engine, 1)
+    assert engine.weights_sha256() == plain_hash(2)
 
 
 @pytest.mark.parametrize("way", ["step", "weights", "average"])
@@ -165,6 +173,17 @@ def test_gradients_of_parameters_are_given(make: Engines, memory: Any, create: b
         found = torch.autograd.grad(loss, wanted, retain_graph=True, create_graph=create)
         assert all(one.isfinite().all() for one in found)
         loss.backward()
+        engine.step()
+    assert engine.weights_sha256() == plain_hash(2)
+
+
+@pytest.mark.parametrize("way", ["engine", "loss"])
+def test_backward_under_no_grad(make: Engines, way: str) -> None:
+    engine = make()
+    for number in range(2):
+        loss = loss_of(engine, number)
+        with torch.no_grad():
+            loss.backward() if way == "loss" else engine.backward(loss)
         engine.step()
     assert engine.weights_sha256() == plain_hash(2)
 

@@ -28,7 +28,7 @@ from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import apart
 from ebbtide.run.source import replace as replace_parameter
 from ebbtide.runtime.parameters.away import known_as, take_off, wear
-from ebbtide.runtime.parameters.in_place import InPlace
+from ebbtide.runtime.parameters.in_place import forget, tell
 from ebbtide.runtime.parameters.live_writes import LiveWrites
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -141,6 +141,7 @@ class ModelData:
         """Whether no pass runs, and parameters that are in place note who takes their memory."""
         here = weakref.ref(self)
         self._takers = [partial(_taken, here, member) for member in range(len(self.parameters))]
+        weakref.finalize(self, forget, self.parameters)
         self.carry_on: Callable[[int, Sequence[int]], None] = lambda index, members: None
         """Told of chunks that the user has written into in place, and into which parameters."""
         self.before_values: Callable[[], None] = lambda: None
@@ -294,8 +295,7 @@ class ModelData:
         """Whoever takes a parameter's memory between passes is noted. What has a class of the user's keeps it."""
         parameter = self.parameters[member]
         if type(parameter) is nn.Parameter:
-            parameter._ebbtide_taken = self._takers[member]  # type: ignore[attr-defined]
-            parameter.__class__ = InPlace
+            tell(parameter, self._takers[member])
 
     @contextmanager
     def in_pass(self) -> Iterator[None]:

@@ -14,7 +14,8 @@ _tasks: set[int] = set()
 @contextmanager
 def leading(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Around such a one: gives what to go back from. Its node is the first that runs, before any of the graph's."""
-    root, begun = loss.view_as(loss), set[int]()
+    with torch.enable_grad():
+        root, begun = loss.view_as(loss), set[int]()
 
     def begin(_: object) -> None:
         begun.add(torch._C._current_graph_task_id())

@@ -142,22 +142,22 @@ def take_off(parameter: torch.Tensor) -> None:
 
 def known_as(parameter: torch.Tensor, name: str) -> None:
     """What messages call it."""
-    setattr(parameter, _MARK, (name, ""))
+    setattr(parameter, _MARK, (id(parameter), name, ""))
 
 
 def closed(parameter: torch.Tensor, reason: str) -> None:
     """Its engine is closed: there is no value to have any more."""
-    setattr(parameter, _MARK, (name_of_managed(parameter), reason))
+    setattr(parameter, _MARK, (id(parameter), name_of_managed(parameter), reason))
 
 
 def name_of_managed(parameter: Any) -> str:
     """Nothing where it never was in an engine's chunks, or the engine is closed."""
-    name, over = getattr(parameter, _MARK, ("", ""))
-    return "" if over else str(name)
+    known, name, over = getattr(parameter, _MARK, (0, "", ""))
+    return "" if over or known != id(parameter) else str(name)  # a copy may have the attribute, too
 
 
 def _refusal(parameter: Any, asked: str) -> str:
-    name, over = getattr(parameter, _MARK, ("a parameter", ""))
+    _, name, over = getattr(parameter, _MARK, (0, "a parameter", ""))
     if over:
         return f"{name}: {asked} needs its values, and the module {over}"
     return (

@@ -8,7 +8,7 @@ In a pass, and within `engine.resident()`, parameters have the class that they c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,11 +26,23 @@ _ALIASES = frozenset(
 )
 
 
+_told: dict[int, Callable[[], None]] = {}
+"""By parameter (its number as an object): who is told before its memory is given out."""
+
+
+def tell(parameter: nn.Parameter, told: Callable[[], None]) -> None:
+    """From now on the parameter wears this class, until it is taken off."""
+    _told[id(parameter)] = told
+    parameter.__class__ = InPlace
+
+
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        _told.pop(id(parameter), None)
+
+
 class InPlace(nn.Parameter):
     """Worn between passes; it behaves as the parameter does."""
-
-    _ebbtide_taken: Callable[[], None]
-    """Told before an alias of the memory is given out."""
 
     @classmethod
     def __torch_function__(
@@ -38,7 +50,9 @@ class InPlace(nn.Parameter):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ALIASES and type(args[0]) is InPlace:
-                args[0]._ebbtide_taken()
+                told = _told.get(id(args[0]))
+                if told is not None:
+                    told()
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
