@@ -391,6 +391,18 @@ def test_groups_that_are_loaded_stay_those_of_the_optimizer_that_was_handed_over
     assert engine.optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_schedulers_of_two_engines_do_not_disturb_each_other(make: Engines) -> None:
+    models = [Net(), Net()]
+    handed = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
+    engines = [make(m, groups=o, memory=ROOMY) for m, o in zip(models, handed, strict=True)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in handed]
+    for number in range(3):
+        for engine, scheduler in zip(engines, schedulers, strict=True):
+            step(engine, number)
+            scheduler.step()
+    assert engines[0].weights_sha256() == engines[1].weights_sha256()
+
+
 def test_a_refused_load_changes_no_buffer(make: Engines) -> None:
     class Normed(Net):
         def __init__(self) -> None:

@@ -71,11 +71,14 @@ class Schedulers:
 
     def _find(self) -> Iterable[torch.optim.Optimizer]:
         own = self._own()
+        if own is None:
+            return
+        here = {id(parameter) for group in own.param_groups for parameter in group["params"]}
         for one in gc.get_objects():
             kind = type(one)
             if issubclass(kind, torch.optim.Optimizer) and not issubclass(kind, EngineOptimizer):
-                shared = own is not None and one.param_groups is own.param_groups
-                if not shared and _managed_by(one):
+                groups = [] if one.param_groups is own.param_groups else one.param_groups
+                if any(id(parameter) in here for group in groups for parameter in group["params"]):
                     yield one
 
 

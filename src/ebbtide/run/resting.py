@@ -29,6 +29,7 @@ from ebbtide.record import FORWARD
 from ebbtide.run.traces import Known
 from ebbtide.run.untold import Untold
 from ebbtide.run.updates import Updates
+from ebbtide.runtime.parameters.away import plainly
 
 _KEY = "ebbtide: weights saved as they are"
 
@@ -83,6 +84,10 @@ class Resting:
 
     def begin(self, known: Known | None, plan: Plan | None, offset: int) -> None:
         """A pass begins, at `offset` moments into the plan's iteration."""
+        with plainly():
+            self._begin(known, plan, offset)
+
+    def _begin(self, known: Known | None, plan: Plan | None, offset: int) -> None:
         ready = known is not None and known.followed and not known.stale
         rests = self._possible and ready and plan is not None and not plan.take_over
         # Where nothing is trained the graph leads to nothing that could be marked.

@@ -29,6 +29,7 @@ from ebbtide.run.source import Source
 from ebbtide.run.tiers import Tiers
 from ebbtide.run.traces import WATCHED, Known
 from ebbtide.run.wishes import DONE, FORWARD
+from ebbtide.runtime.parameters.away import plainly
 from ebbtide.runtime.planning.call import Call
 
 MANY = 256
@@ -331,8 +332,9 @@ class Session(Machinery):
         """A pass raised: what it held is released, its trace is thrown away."""
         self._leave()
         self.updates.shown.forget()
-        for parameter in self.data.parameters:
-            parameter.grad = None  # one that arrived and was not taken would be added to the next
+        with plainly():
+            for parameter in self.data.parameters:
+                parameter.grad = None  # one that arrived and was not taken would be added to the next
         self.updates.show()
 
     def _leave(self) -> None:

@@ -12,6 +12,7 @@ from ebbtide.run.sharing import Sharing
 from ebbtide.run.terms import shape_of
 from ebbtide.run.traces import Traces
 from ebbtide.run.updates import Updates
+from ebbtide.runtime.parameters.away import plainly
 
 
 class Unfreezing:
@@ -23,7 +24,9 @@ class Unfreezing:
 
     def notice(self) -> None:
         """Chunks whose first parameter has come to require gradients are trained from now on."""
-        self.wake([m for m, parameter in enumerate(self._data.parameters) if parameter.requires_grad])
+        with plainly():
+            trained = [m for m, parameter in enumerate(self._data.parameters) if parameter.requires_grad]
+        self.wake(trained)
 
     def wake(self, members: Sequence[int]) -> None:
         """The chunks of these parameters get master, moments and gradient, where they have none. Ranks that share chunks

@@ -31,6 +31,7 @@ from ebbtide.run.straight import Straight
 from ebbtide.run.taken import TakenSpace
 from ebbtide.runtime.gradients.held import Shown
 from ebbtide.runtime.gradients.led import is_led
+from ebbtide.runtime.parameters.away import plainly
 
 
 class Updates:
@@ -361,11 +362,12 @@ class Updates:
         self.chunks.forget()
         self.taken.drop()
         self._whole = None
-        for member, parameter in enumerate(self.data.parameters):
-            self.arrived[member] = 0
-            self.squares[member] = 0.0
-            if parameter.grad is not None and self.steps.group_of[member] >= 0:
-                parameter.grad = None  # of a backward pass before anybody watched
+        with plainly():
+            for member, parameter in enumerate(self.data.parameters):
+                self.arrived[member] = 0
+                self.squares[member] = 0.0
+                if parameter.grad is not None and self.steps.group_of[member] >= 0:
+                    parameter.grad = None  # of a backward pass before anybody watched
         self.kept.clear()
         if self.shares is not None:
             self.shares.discard()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import StateError
-from ebbtide.runtime.parameters.away import answers, name_of
+from ebbtide.runtime.parameters.away import answers, name_of, plainly
 
 _LEFT_ALONE = (torch.Tensor.detach_, torch.Tensor.requires_grad_)
 
@@ -50,15 +50,16 @@ class Shown:
 
     def show(self, members: Iterable[int]) -> None:
         """From now on, for parameters whose gradient is held."""
-        for member in members:
-            parameter = self._parameters[member]
-            if member in self._shown or parameter.grad is not None:
-                continue
-            found = self._made.get(member)
-            if found is None or found.dtype != parameter.dtype:
-                found = self._made[member] = self._make(parameter)
-            parameter.grad = found
-            self._shown.add(member)
+        with plainly():
+            for member in members:
+                parameter = self._parameters[member]
+                if member in self._shown or parameter.grad is not None:
+                    continue
+                found = self._made.get(member)
+                if found is None or found.dtype != parameter.dtype:
+                    found = self._made[member] = self._make(parameter)
+                parameter.grad = found
+                self._shown.add(member)
 
     def _make(self, parameter: nn.Parameter) -> HeldGradient:
         kind = parameter.dtype, parameter.device
@@ -75,15 +76,17 @@ class Shown:
     def forget(self) -> None:
         """The gradients are dropped, or applied."""
         shown, self._shown = self._shown, set()
-        for member in shown:
-            if self._parameters[member].grad is self._made[member]:
-                self._parameters[member].grad = None
+        with plainly():
+            for member in shown:
+                if self._parameters[member].grad is self._made[member]:
+                    self._parameters[member].grad = None
 
     def hide(self) -> set[int]:
         """None is shown any more. Of which parameters the user's code has dropped the gradient meanwhile."""
         if not self._shown:
             return set()
-        found = {member: self._parameters[member].grad for member in self._shown}
+        with plainly():
+            found = {member: self._parameters[member].grad for member in self._shown}
         strange = [m for m, one in found.items() if one is not None and one is not self._made[m]]
         if strange:
             raise StateError(

@@ -119,6 +119,11 @@ def _kinds() -> tuple[type, ...]:
     return (Away, *_parts)
 
 
+def plainly() -> Any:
+    """A context for loops of the engine's over many parameters: what is worn asks for time with each look."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def wear(parameter: torch.Tensor) -> None:
     """Its memory is a placeholder from now on. What has a class of the user's keeps it."""
     kind = type(parameter)
