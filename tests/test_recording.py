@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.record import BACKWARD, FORWARD, Record, event
 from ebbtide.run.recording import Recording
+from ebbtide.runtime.planning.call import Call
 
 TEACHER, UNMANAGED, CHUNKS, STATE = 10_000, 100, 500, 60
 """`STATE`: of the optimizer, for what is outside the chunks; the first update makes it."""
@@ -66,7 +67,7 @@ def recording(card: Card) -> Recording:
 def a_pass(card: Card, recording: Recording, carried: int, held: int = 0) -> None:
     """Forward makes 50 bytes more; at its end the loop lets go of what it had of the pass before, and backward of all
     but 20. `held`: what it has of others all along."""
-    recording.start("train", (), {}, carried + held)
+    recording.start(Call(print, (), {}, "train"), carried + held)
     assert recording.recorder is not None
     recording.recorder.moment(event(FORWARD, 0))
     card.hold(50)
@@ -119,7 +120,7 @@ def test_a_record_says_what_of_others_it_has(card: Card, recording: Recording) -
 
 
 def test_chunks_that_come_are_no_activations(card: Card, recording: Recording) -> None:
-    recording.start("train", (), {}, 0)
+    recording.start(Call(print, (), {}, "train"), 0)
     assert recording.recorder is not None
     meter = recording._meter
     recording.recorder.moment(event(FORWARD, 0))
