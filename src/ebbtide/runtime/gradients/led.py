@@ -14,7 +14,7 @@ _tasks: set[int] = set()
 @contextmanager
 def leading(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Around such a one: gives what to go back from. Its node is the first that runs, before any of the graph's."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         root, begun = loss.view_as(loss), set[int]()
 
     def begin(_: object) -> None:
