@@ -30,7 +30,7 @@ class Reversing(Held):
         self._check()
         _refuse_loss(loss)
         with self._reversing(loss.detach()):
-            with torch.inference_mode(False), torch.enable_grad():  # as in plain PyTorch, the caller's mode does not matter
+            with torch.inference_mode(False), torch.enable_grad():  # the caller's mode does not matter
                 scaled = loss if self._scaler is None else loss * self._scaler.scale
             with leading(scaled) as root:
                 root.backward(retain_graph=retain_graph)
