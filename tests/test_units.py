@@ -103,7 +103,7 @@ def test_errors_carry_what_a_program_needs() -> None:
         "host: 3 GiB expected, 1 GiB found", tier="host", short=2 * 2**30, advice="add an SSD"
     )
     assert (budget.tier, budget.short, budget.advice) == ("host", 2 * 2**30, "add an SSD")
-    assert str(budget) == "host: 3 GiB expected, 1 GiB found; add an SSD"
+    assert str(budget) == "The budget is out of memory. host: 3 GiB expected, 1 GiB found; add an SSD"
     state = StateError("'w': COMPUTE to FREE", ["FREE to HOLD", "HOLD to COMPUTE"])
     assert state.history == ("FREE to HOLD", "HOLD to COMPUTE")
     assert str(state).endswith("oldest first:\n  FREE to HOLD\n  HOLD to COMPUTE")
