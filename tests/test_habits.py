@@ -277,28 +277,23 @@ def values_are_written_through_data(side: Side) -> None:
             side.plain.refresh()
 
 
-def a_scheduler(side: Side) -> None:
-    scheduler = None
-    if side.engine is not None:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.engine.optimizer, 0.5)
+def scheduled(side: Side, optimizer: Any) -> None:
+    """`optimizer`: what the scheduler is on, beside an engine."""
+    scheduler = None if side.engine is None else torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for number in range(4):
         side.train(range(number, number + 1))
         if scheduler is not None:
             scheduler.step()
         else:
             side.plain.lr *= 0.5
+
+
+def a_scheduler(side: Side) -> None:
+    scheduled(side, side.engine and side.engine.optimizer)
 
 
 def an_optimizer_of_torchs_with_its_scheduler(side: Side) -> None:
-    scheduler = None
-    if side.engine is not None:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.handed, 0.5)
-    for number in range(4):
-        side.train(range(number, number + 1))
-        if scheduler is not None:
-            scheduler.step()
-        else:
-            side.plain.lr *= 0.5
+    scheduled(side, side.engine and side.handed)
 
 
 def a_scheduler_of_another_optimizer(side: Side) -> None:

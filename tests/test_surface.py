@@ -148,6 +148,22 @@ def test_a_function_is_a_pass_of_its_own_kind(make: Engines) -> None:
     assert engine.weights_sha256() == plain_hash(3) and not engine.stats()["diverged"]
 
 
+def test_functions_with_the_same_inputs_have_plans_of_their_own(make: Engines) -> None:
+    engine = make()
+    for number in range(6):
+        x, y = batch(number)
+
+        def short(x: torch.Tensor) -> torch.Tensor:
+            return engine.module.head(engine.module.layers[0](x))
+
+        def long(x: torch.Tensor) -> torch.Tensor:
+            return engine.module.head(engine.module.encode(x))
+
+        F.cross_entropy(engine.run(short if number % 2 else long, x), y).backward()
+        engine.step()
+    assert not engine.stats()["diverged"] and engine.stats()["traces"] == 4
+
+
 def test_two_engines_train_on_one_loss(make: Engines) -> None:
     shas = []
     for memory in (2 * TIGHT, ROOMY):

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,6 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
             return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
         idle = session.idle
-        if function is not self.module:
-            function = partial(session.interceptor.around, function)
         found = self._forward(function, args, kwargs)
         if not session.planning.roomy:
             session.outputs.add(found)
@@ -213,6 +212,8 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         session = self._session
         session.reclaim()
         call = call_of(self.module, function, args, kwargs)
+        if function is not self.module:
+            call = replace(call, function=partial(session.interceptor.around, function))
         if not torch.is_grad_enabled():
             with session.evaluating(call):
                 return call.run()

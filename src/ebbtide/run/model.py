@@ -27,9 +27,9 @@ from ebbtide.memory.parts import Split, part_of, split_of
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.source import apart
 from ebbtide.run.source import replace as replace_parameter
-from ebbtide.runtime.parameters.away import known_as, take_off, wear
+from ebbtide.runtime.parameters.away import known_as, plainly, take_off, wear
 from ebbtide.runtime.parameters.in_place import forget, tell
-from ebbtide.runtime.parameters.live_writes import LiveWrites
+from ebbtide.runtime.parameters.live_writes import LiveWrites, dense
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,11 +61,6 @@ class Handle(NamedTuple):
     member: int
     version: int
     """The parameter's, when it was saved."""
-
-
-def dense(parameter: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in storage order, as one flat view."""
-    return parameter.detach().as_strided((parameter.numel(),), (1,), parameter.storage_offset())
 
 
 def laid_like(
@@ -265,7 +260,7 @@ class ModelData:
     def _version(self, index: int) -> int:
         """Changes with every write in place to one of the chunk's parameters."""
         if not self.bound[index]:
-            with torch._C.DisableTorchFunctionSubclass():  # they may say nothing else of themselves
+            with plainly():  # they may say nothing else of themselves
                 return self._count_versions(index)
         return self._count_versions(index)
 
@@ -286,7 +281,7 @@ class ModelData:
         """The parameters that the user has given other memory (`p.data = ...`), which no version counts."""
         chunk = self.computed(index)
         assert chunk.device is not None
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             return self._elsewhere(index, chunk.device)
 
     # -- between passes ----------------------------------------------------------------------------
@@ -331,7 +326,7 @@ class ModelData:
         for member in members:
             place = self.views[member]
             assert place is not None
-            with torch._C.DisableTorchFunctionSubclass():
+            with plainly():
                 found = self.memory[member].data
             if tuple(found.shape) != place.shape:
                 raise StateError(
@@ -405,7 +400,7 @@ class ModelData:
 
     def _refuse_lost_writes(self, index: int) -> None:
         known = self._versions[index]
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             lost = known is not None and (self._version(index) != known or self._given_while_away(index))
         if lost:
             self._versions[index] = self._version(index)
