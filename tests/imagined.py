@@ -24,7 +24,9 @@ AMPLE = 1 << 17
 def once(imagine: Callable[..., Record]) -> Callable[..., Record]:
     found: dict[Hashable, Record] = {}
 
-    def remembered(module: nn.Module, *given: Any, saved: bool, free: float, function: Any) -> Record:
+    def remembered(
+        module: nn.Module, *given: Any, saved: bool, free: float, function: Any, **others: Any
+    ) -> Record:
         parameters, args, kwargs, signature, fixed, *_ = given
         what = zoo.built(module)
         if (
@@ -32,10 +34,10 @@ def once(imagine: Callable[..., Record]) -> Callable[..., Record]:
             or function is not module
             or free - fixed - storage_bytes(tensors_in((args, kwargs))) < AMPLE
         ):
-            return imagine(module, *given, saved=saved, free=free, function=function)
+            return imagine(module, *given, saved=saved, free=free, function=function, **others)
         key = (what, parameters, signature, fixed, saved)
         if key not in found:
-            found[key] = imagine(module, *given, saved=saved, free=free, function=function)
+            found[key] = imagine(module, *given, saved=saved, free=free, function=function, **others)
         return found[key]
 
     return remembered

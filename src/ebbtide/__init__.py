@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ebbtide.layout import Bank
     from ebbtide.run.mixtures import ExpertAdapter, register_experts
     from ebbtide.tracing.alone import Trace, trace
+    from ebbtide.tracing.imagining_flag import imagining
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Trace",
     "__version__",
     "forecast",
+    "imagining",
     "initialize",
     "register_experts",
     "trace",
@@ -56,4 +58,8 @@ def __getattr__(name: str) -> Any:
         from ebbtide.tracing import alone
 
         return getattr(alone, name)
+    if name == "imagining":
+        from ebbtide.tracing.imagining_flag import imagining
+
+        return imagining
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

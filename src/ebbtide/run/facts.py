@@ -36,7 +36,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         "planned_traffic": plan.traffic if plan else None,
         "minimum_traffic": session.traces.least_traffic(plan.record) if plan else None,
         "least_device_bytes": plan.least if plan else None,
-        "non_model_peak": plan.record.peak if plan else None,
+        "non_model_peak": session.traces.highest(),
     }
 
 

@@ -15,7 +15,7 @@ from ebbtide.run.portion import Portion
 from ebbtide.run.sharing import Sharing
 from ebbtide.run.streaming import Streaming
 from ebbtide.run.traces import Known, Traces
-from ebbtide.runtime.planning.call import Call
+from ebbtide.runtime.planning.call import Call, with_sizes
 from ebbtide.units import format_size
 
 
@@ -42,13 +42,33 @@ class Planning:
         """Whether some batch had no plan with whole chunks exchanged between ranks."""
 
     def find(self, call: Call) -> Known | None:
-        """What is known of a batch like this one. Where that is nothing, a symbolic trace, so that even the first
-        iteration has a plan; not needed where all is resident."""
+        """What is known of a batch like this one, or of larger ones. Where that is nothing, a symbolic trace, so that
+        even the first iteration has a plan; not needed where all is resident."""
         known = self._traces.find(call.signature)
-        if known is not None or self.roomy:
+        if known is not None and (self.roomy or not known.recalled or self._fits(known)):
             return known
+        self._traces.forget(call.signature)
+        known = self._traces.cover(call.signature, whatever=self.roomy)
+        if self.roomy or (known is not None and self._fits(known)):
+            return known
+        sizes = self._traces.outgrown(call.signature)
+        if (
+            sizes is not None
+            and (larger := with_sizes(call, sizes, self._room.store.backend.device)) is not None
+        ):
+            record = self._imagining.imagine(larger)
+            if record is None:
+                self._traces.cannot_grow(call.signature)
+            else:
+                self._traces.foresee(record)
+            known = self._traces.cover(call.signature)
+            if known is not None and self._fits(known):
+                return known
         record = self._imagining.imagine(call)
-        return None if record is None else self._traces.learn(record)
+        return None if record is None else self._traces.foresee(record)
+
+    def _fits(self, known: Known) -> bool:
+        return self._traces.fits(known, self._traces.settings.device)
 
     def begin_together(self, sharing: Sharing, known: Known | None, micro: int) -> None:
         """Where some rank has no plan, gradients are exchanged in slices. Batches that need it take turns with others:

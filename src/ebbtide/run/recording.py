@@ -19,6 +19,7 @@ from ebbtide.run.model import ModelData
 from ebbtide.run.unmanaged import Unmanaged
 from ebbtide.runtime.planning.call import Call
 from ebbtide.tracing.by_node import ByNode
+from ebbtide.tracing.escaped import Escapes
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import AllocatorMeter, StorageMeter, storage_bytes
 from ebbtide.tracing.symbolic import FakeParameters, scalar_loss, trace_symbolically
@@ -135,6 +136,7 @@ def imagine(
     call: Call,
     saved: bool,
     free: int,
+    escapes: Escapes | None = None,
 ) -> Record:
     """A symbolic trace, so that even the first iteration has a plan. Any operator may lack a fake kernel: it raises
     whatever that does. `saved`: with what forward saves. `free`: bytes that non-model data may take meanwhile."""
@@ -158,4 +160,5 @@ def imagine(
         saved=saved,
         free=free,
         function=call.function,
+        escapes=escapes,
     )

@@ -68,8 +68,10 @@ class Session(Machinery):
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
         self._captured = 0
         """Gradients taken before the pass that is under way."""
-        self._signature, self._another = "", False
-        """Of the pass that is under way, and whether its plan is that of a later forward."""
+        self._known: Known | None = None
+        """What is known of the pass that is under way."""
+        self._another = False
+        """Whether its plan is that of a later forward."""
         self.averages: list[Averaged] = []
         self.swapped = ""
         """What is in place of the weights, where something is."""
@@ -154,7 +156,7 @@ class Session(Machinery):
         self.waiting.clear()
         self.waiting.begin()
         self._captured = self.updates.captured
-        self._signature, self._another = call.signature, False
+        self._known, self._another = None, False
         if self.sharing is not None:
             self.sharing.turn()
         if self.unmanaged.parameters:
@@ -162,7 +164,7 @@ class Session(Machinery):
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
-        known = self.planning.find(call)
+        known = self._known = self.planning.find(call)
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
@@ -170,7 +172,9 @@ class Session(Machinery):
             self.evaluations.trained(plan, call)
         self.outputs.begin()
         self._hold_old(plan)
-        if known is None or known.stale or known.record.source != "live":
+        if known is not None:
+            known.begun = True
+        if known is None or known.to_trace:
             self.recording.start(call, self.outputs.old)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
@@ -317,7 +321,7 @@ class Session(Machinery):
         elif self.recording.finish():
             self.executor.recorder = None
         elif self.course.plan is not None:
-            known = self.traces.find(self._signature)
+            known = self._known
             if known is not None:
                 known.followed = not self._another and not self.course.off_track()
                 if not known.followed:

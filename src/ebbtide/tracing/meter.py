@@ -92,6 +92,9 @@ class StorageMeter(TorchDispatchMode):
         for value in tensors_in(values):
             self._note(value)
 
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._refs
+
     def disown(self, storage: int) -> None:
         """The storage has become model data."""
         found = self._refs.pop(storage, None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,10 @@ from ebbtide.intercept.kept import Kept
 from ebbtide.intercept.saved import no_saved_hooks
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record, event
 from ebbtide.tracing.chance import undrawn
+from ebbtide.tracing.copies import ImaginedCopies
 from ebbtide.tracing.elsewhere import Rules
+from ebbtide.tracing.escaped import Escapes
+from ebbtide.tracing.imagining_flag import ImaginedMode
 from ebbtide.tracing.in_place import CopiedGradients
 from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
@@ -159,12 +163,13 @@ def trace_symbolically(
     saved: bool = False,
     free: float = math.inf,
     function: Callable[..., Any] | None = None,
+    escapes: Escapes | None = None,
 ) -> Record:
     """The record of a forward and backward pass. `substituted` puts parameters and an observer in place of
     the real ones, for a scope. `keep_outputs`: the loop holds all that forward gave until backward is over, not
     only the loss. `rules`: of a device that is not the one that is traced on. `saved`: the record says what is
     saved for backward, too. `free`: bytes that non-model data may take here: small values are computed. `function`: what
-    is called, where that is not the module itself."""
+    is called, where that is not the module itself. `escapes`: is told of the pass, to find what it left behind."""
     inputs = storage_bytes(value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor))
     imagine = partial(
         _trace,
@@ -181,14 +186,18 @@ def trace_symbolically(
         rules,
         saved,
         function or module,
+        escapes,
     )
     known = KnownValues(free - fixed - inputs)
     try:
-        return imagine(known)
+        return copy_context().run(
+            imagine, known
+        )  # what the user's code sets in its context, it sets in this copy
     except Exception:
         if not known.count:
             raise
-    return imagine(nullcontext())  # something wrote what is imagined into what is known
+    # Something wrote what is imagined into what is known.
+    return copy_context().run(imagine, KnownValues(look=False))
 
 
 def _trace(
@@ -205,9 +214,12 @@ def _trace(
     rules: Rules | None,
     saved: bool,
     function: Callable[..., Any],
-    known: AbstractContextManager[Any],
+    escapes: Escapes | None,
+    known: KnownValues,
 ) -> Record:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ImaginedMode()
+    if escapes is not None:
+        escapes.watch(mode)
     fake, weights = _fakes(mode, parameters)
     # Held as long as the pass: where forward puts another tensor in a buffer's place, its address is not anybody's next.
     kept: dict[int, torch.UntypedStorage] = {}
@@ -225,13 +237,14 @@ def _trace(
     with (
         no_saved_hooks(),
         _unlogged(),
-        undrawn(module),
+        undrawn(),
         unchanged(module, kept_beside, function),
         even_load(module),
         substituted(observer, fake),
         hooks,
         CopiedGradients() if torch.is_grad_enabled() else nullcontext(),
         mode,
+        ImaginedCopies(),
         known,
         meter,
     ):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.runtime.planning.shapes import resized
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -59,3 +61,28 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object], training: 
     add(args)
     add(kwargs)
     return "|".join(parts)
+
+
+def with_sizes(call: Call, sizes: tuple[tuple[int, ...], ...], device: torch.device) -> Call | None:
+    """The same call with tensors of other sizes, which have no values; None where they are within what cannot be made
+    again, or not where the module computes."""
+    left = iter(sizes)
+
+    def other(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if type(value) is not torch.Tensor or value.device != device or value.requires_grad:
+                raise LookupError
+            return torch.empty(next(left), dtype=value.dtype, device="meta")
+        if type(value) is dict:
+            return {key: other(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(other(item) for item in value)
+        if isinstance(value, Sequence | dict) and not isinstance(value, str):
+            raise LookupError
+        return value
+
+    try:
+        args, kwargs = other(call.args), other(call.kwargs)
+    except LookupError:
+        return None
+    return Call(call.function, args, kwargs, resized(call.signature, sizes))
