@@ -172,8 +172,8 @@ class Session(Machinery):
             self.evaluations.trained(plan, call)
         self.outputs.begin()
         self._hold_old(plan)
-        if known is not None:
-            known.begun = True
+        if known is not None and plan is not None:
+            known.peak = plan.record.peak
         if known is None or known.to_trace:
             self.recording.start(call, self.outputs.old)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)

@@ -50,8 +50,8 @@ class Known:
     """The pass as it was before one ran: without what the loop holds beside it."""
     recalled: bool = False
     """It is from a file: where no plan comes of it, it is made anew."""
-    begun: bool = False
-    """A pass has been planned by it."""
+    peak: int | None = None
+    """Bytes of non-model data by the plan that a pass of it has begun with, at the highest."""
 
     @property
     def to_trace(self) -> bool:
@@ -256,7 +256,7 @@ class Traces:
     def highest(self) -> int | None:
         """The highest tide of the shapes that there were; None before the first."""
         every = (*self._known.values(), *self._derived.values())
-        return max((known.record.peak for known in every if known.begun), default=None)
+        return max((known.peak for known in every if known.peak is not None), default=None)
 
     def least_traffic(self, record: Record) -> int:
         """What no plan for this record could do without. Whoever asks after each step asks for the same one."""
