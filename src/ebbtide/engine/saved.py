@@ -16,10 +16,10 @@ from ebbtide.run.companions import others_too
 from ebbtide.run.course import IDLE
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import LOAD, SAVE
-from ebbtide.state import checkpoint, resume, together
+from ebbtide.state import resume, together
 from ebbtide.state.export import export
 from ebbtide.state.folders import is_run, step_of
-from ebbtide.state.saving import Saver
+from ebbtide.state.saving import Saver, checkpoints
 from ebbtide.state.weights import WeightFiles
 
 
@@ -101,7 +101,7 @@ class Saved(Held):
             self._broken = f"loading '{folder}' ended half-way"
 
         with others_too(companions):
-            return checkpoint.read(session, folder, begin, weights_alone)
+            return checkpoints().read(session, folder, begin, weights_alone)
 
     def load_weights(self, folder: str | Path) -> None:
         """Takes weights in from a folder of safetensors files, as `save_pretrained` writes them, or from an engine's

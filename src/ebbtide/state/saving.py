@@ -20,7 +20,7 @@ from typing import Any
 
 from ebbtide.errors import DiskError
 from ebbtide.run.session import Session
-from ebbtide.state import checkpoint, together
+from ebbtide.state import together
 from ebbtide.state.files import Snapshot
 from ebbtide.state.folders import Run, not_written, write_synced
 
@@ -28,6 +28,14 @@ OTHERS_END = 60.0
 """Seconds that others have to end what they write, when it is in vain."""
 LOOK = 0.05
 """Seconds between two looks for the other ranks' files."""
+
+
+def checkpoints() -> Any:
+    """What reads and writes them. torch.distributed.checkpoint takes as long to import as half of torch: those who do
+    neither need not wait for it."""
+    from ebbtide.state import checkpoint
+
+    return checkpoint
 
 
 class Saver:
@@ -54,12 +62,12 @@ class Saver:
         run = self._runs.setdefault(path, Run(path))
         if not background:
             with together.writing(run, step, self._ranks, keep) as (partial, target):
-                checkpoint.write(self._session, partial, facts, content)
+                checkpoints().write(self._session, partial, facts, content)
             return target
         stack, (partial, target) = together.begin(run, step, self._ranks)
         snapshot = Snapshot(self._session.ledger, self._session.store.near)
         try:
-            checkpoint.write(self._session, partial, facts, content, snapshot)
+            checkpoints().write(self._session, partial, facts, content, snapshot)
             self._pending = _Pending(self._session, stack, snapshot, partial, run, step, keep)
         except BaseException as error:
             snapshot.close()
