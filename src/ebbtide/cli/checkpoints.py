@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ebbtide.cli.loop import Step, Training
+from ebbtide.cli.output import say
+from ebbtide.cli.signals import ENDING
 from ebbtide.errors import ConfigError
-from ebbtide.state.folders import Run
+from ebbtide.state.folders import Run, find
 
 FOLDER = "checkpoints"
 AUTO = "auto"
@@ -42,6 +45,7 @@ class Checkpoints:
                 f"--resume: {folder} was not saved by `ebbtide train`; load it with engine.load()"
             ) from error
         self._last = self._training.resumed = len(self._training.history)
+        self._say(f"resumed after step {self._last}, from {find(folder)}")
         for name, value in asdict(self._training.task).items():
             if name in SAME and task[name] != value:
                 print(f"ebbtide: --{name} was {task[name]!r} when the checkpoint was saved", file=sys.stderr)
@@ -66,17 +70,33 @@ class Checkpoints:
             "seconds": training.seconds,
             "result": result,
         }
-        training.engine.save(self._folder, state, keep=training.task.keep)
+        saved = training.engine.save(self._folder, state, keep=training.task.keep)
         self._last = done
+        self._say(f"saved step {done} in {saved}")
+
+    def _say(self, message: str) -> None:
+        if self._training.world.first:
+            say(message)
 
     @contextmanager
     def told_to_end(self) -> Iterator[None]:
-        """SIGTERM ends training after the step that is under way."""
+        """Ctrl-C and SIGTERM end training after the step that is under way; a second Ctrl-C at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda *_: self._training.end())
+        before = {number: signal.getsignal(number) for number in ENDING}
+
+        def end(number: int, frame: FrameType | None) -> None:
+            handler = before[signal.Signals(number)]
+            if self._training.ended and number == signal.SIGINT and callable(handler):
+                handler(number, frame)
+            self._training.end(signal.Signals(number).name)
+
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, end)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -8,11 +8,13 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, nearest
 from ebbtide.units import format_size
+
+if TYPE_CHECKING:
+    import torch
 
 MOST = 64 * 2**20
 """Bytes read of any data; what comes after them is not used."""
@@ -35,14 +37,25 @@ def load_text(path: str | None) -> Text:
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         return _split("the Python standard library", _read(_library(root), root))
-    root = Path(path)
-    if not root.exists():
-        raise ConfigError(f"--data: {root} does not exist")
+    root = check_text(path)
     if root.is_dir():
         return _split(str(root), _read(_files(root), root))
-    if not _is_text(_start(root, _LOOK)):
-        raise ConfigError(f"--data: {root} is not a text file")
     return _split(str(root), _read([root], root.parent))
+
+
+def check_text(path: str) -> Path:
+    """What is told at once: whether there is such a text. Without torch."""
+    root = Path(path)
+    if not root.exists():
+        close = (
+            nearest(root.name, sorted(one.name for one in root.parent.iterdir()))
+            if root.parent.is_dir()
+            else ""
+        )
+        raise ConfigError(f"--data: {root} does not exist{close}")
+    if not root.is_dir() and not _is_text(_start(root, _LOOK)):
+        raise ConfigError(f"--data: {root} is not a text file")
+    return root
 
 
 def _library(root: Path) -> Iterator[Path]:
@@ -95,6 +108,8 @@ def _split(source: str, files: list[tuple[str, bytes]]) -> Text:
 
 
 def _tensor(content: bytes) -> torch.Tensor:
+    import torch
+
     if not content:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

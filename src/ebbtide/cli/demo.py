@@ -78,7 +78,7 @@ def _train(training: Training) -> str:
 
     sha = ""
     deadline = time.monotonic() + SECONDS
-    for step in with_progress(training, quiet=False):
+    for step in with_progress(training, json=False):
         if step.number == CHECKED:
             sha = training.engine.weights_sha256()
         elif time.monotonic() > deadline:

@@ -73,7 +73,8 @@ class Training:
         tune_memory(self.engine)
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
-        self._ended = False
+        self.ended = ""
+        """The signal that training was told to end by."""
         self.resumed = 0
         """Steps of the history that another process took."""
 
@@ -96,12 +97,14 @@ class Training:
                 step = self._step(number)
                 self.history.append(step)
             yield step
-            if any(self.world.all(self._ended)):
+            signals = self.world.all(self.ended)
+            if any(signals):
+                self.ended = next(filter(None, signals))
                 return
 
-    def end(self) -> None:
+    def end(self, why: str) -> None:
         """After the step that is under way."""
-        self._ended = True
+        self.ended = why
 
     def _step(self, number: int) -> Step:
         begin = time.perf_counter()
@@ -191,6 +194,7 @@ class Training:
             "bound_seconds": stats.get("bound_seconds"),
             "achieved_over_bound": stats.get("achieved_over_bound"),
             "evictions": stats.get("evictions", 0),
+            **({"stopped": self.ended} if self.ended and len(self.history) < self.task.steps else {}),
             "skipped_steps": sum(step.skipped for step in self.history),
         }
 

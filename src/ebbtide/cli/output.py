@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +18,28 @@ if TYPE_CHECKING:
     from ebbtide.cli.loop import Step, Training
 
 
-LINES = 10
-"""Written in place of a progress bar where standard error is no terminal."""
+EVERY, RARELY = 5.0, 60.0
+"""Seconds between lines in place of a progress bar where standard error is no terminal, and where JSON is asked for."""
+_console: Console | None = None
 
 
-def with_progress(training: Training, quiet: bool) -> Iterator[Step]:
-    """The steps, with a bar where somebody is looking, else a line now and then."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        total = training.task.steps
-        for step in training.steps():
-            if not quiet and (step.number % max(1, total // LINES) == 0 or step.number == total):
-                console.print(f"step {step.number}/{total}  {_facts(training, step)}", highlight=False)
-            yield step
+def console() -> Console:
+    """Standard error, for all that is said while a command runs."""
+    global _console
+    if _console is None:
+        _console = Console(stderr=True)
+    return _console
+
+
+def say(message: str) -> None:
+    """A line, above the bar where there is one."""
+    console().print(f"ebbtide: {message}", highlight=False, markup=False, soft_wrap=True)
+
+
+def with_progress(training: Training, json: bool) -> Iterator[Step]:
+    """The steps, with a bar where a person is looking, else a line every few seconds."""
+    if json or not console().is_terminal:
+        yield from _with_lines(training, RARELY if json else EVERY)
         return
     columns = (
         TextColumn("step"),
@@ -38,11 +48,34 @@ def with_progress(training: Training, quiet: bool) -> Iterator[Step]:
         TextColumn("{task.fields[facts]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console()) as progress:
         bar = progress.add_task("", total=training.task.steps, facts="first step: tracing")
         for step in training.steps():
             progress.update(bar, completed=step.number, facts=_facts(training, step))
             yield step
+
+
+def _with_lines(training: Training, every: float) -> Iterator[Step]:
+    """The first step, which is traced, and the last have a line each; all others have one when it is time."""
+    total, begin, first = training.task.steps, time.monotonic(), len(training.history) + 1
+    said = begin
+    for step in training.steps():
+        now = time.monotonic()
+        if (step.number in (first, total) and every == EVERY) or now - said >= every:
+            left = (now - begin) / (step.number + 1 - first) * (total - step.number)
+            console().print(
+                f"step {step.number}/{total}  {_facts(training, step)}  {_clock(left)} left",
+                highlight=False,
+                soft_wrap=True,
+            )
+            said = now
+        yield step
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def _facts(training: Training, step: Step) -> str:

@@ -85,13 +85,16 @@ def plan(
         raise ConfigError("--min-tflops: expected --find-max beside it, which it is a condition of")
     if find_max is not None:
         one_of("--find-max", find_max, ("model", "batch"))
-    from ebbtide.forecaster import Forecaster, Workload
+    from ebbtide.models.lookup import look_up
     from ebbtide.plan.machine import Machine
     from ebbtide.plan.strategies import STRATEGIES
 
     one_of("--strategy", strategy, STRATEGIES)
     described = _budgets(Machine.read(machine), device_memory, host_memory, ssd_memory)
     machines = [described.with_devices(count) for count in _counts(gpus)] or [described]
+    look_up(model)
+    from ebbtide.forecaster import Forecaster, Workload  # torch, from here on
+
     work = Workload(batch, seq, checkpoint_activations, offload_activations)
     forecaster = Forecaster(model, _without_budgets(settings, device_memory, host_memory, ssd_memory))
     strategies = list(STRATEGIES) if compare else [strategy]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ebbtide.cli.options import SIZE, Task, configure, offloaded, one_of
+from ebbtide.config import Config
 from ebbtide.errors import ConfigError
+from ebbtide.strict import read_file
 
 if TYPE_CHECKING:
     from ebbtide.cli.loop import Training
@@ -102,20 +104,55 @@ def train(
             "--ssd-dir": ssd_dir,
         },
     )
+    _check(model, data, out, resume)
     from ebbtide.cli.loop import Training
     from ebbtide.cli.output import print_json, print_result
     from ebbtide.cli.world import joined
 
     with joined(settings.device.kind) as world:
-        if out is not None:
-            _open_folder(out)
+        if precision is None:
+            settings = _in_fast_precision(settings, config, world.first)
         training = Training(task, settings, world=world)
         try:
-            result = _run(training, out, resume, quiet=json or not world.first)
+            result = _run(training, out, resume, json or not world.first)
         finally:
             training.close()
     if world.first:
         (print_json if json else print_result)(result)
+
+
+def _check(model: str, data: str | None, out: Path | None, resume: str | None) -> None:
+    """Names and paths, before torch is imported."""
+    from ebbtide.cli.data import check_text
+    from ebbtide.models.lookup import look_up
+    from ebbtide.state.folders import find
+
+    look_up(model)
+    if data is not None:
+        check_text(data)
+    if resume not in (None, "auto"):
+        find(resume)
+    if out is not None:
+        _open_folder(out)
+
+
+def _in_fast_precision(settings: Config, file: Path | None, first: bool) -> Config:
+    """Where nothing says the precision, and bf16 would be emulated: fp32."""
+    import torch
+
+    from ebbtide.backend.products import fast_dtype
+    from ebbtide.cli.output import say
+
+    kind = settings.device.kind
+    on_cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
+    said = file is not None and "precision" in read_file(file, "config")
+    if said or not on_cpu or settings.master != "auto" or fast_dtype() is not torch.float32:
+        return settings
+    if first:
+        say(
+            "this processor has no bf16 instructions, so the precision is fp32 (--precision bf16: bf16 all the same)"
+        )
+    return settings.with_({"precision": "fp32"})
 
 
 def _open_folder(out: Path) -> None:
@@ -130,10 +167,10 @@ def _open_folder(out: Path) -> None:
         ) from None
 
 
-def _run(training: Training, out: Path | None, resume: str | None, quiet: bool) -> dict[str, Any]:
+def _run(training: Training, out: Path | None, resume: str | None, json: bool) -> dict[str, Any]:
     """What training came to."""
     from ebbtide.cli.checkpoints import Checkpoints
-    from ebbtide.cli.output import with_progress
+    from ebbtide.cli.output import say, with_progress
     from ebbtide.cli.save import Metrics, save_model
 
     checkpoints = Checkpoints(training, out or Path())
@@ -146,8 +183,10 @@ def _run(training: Training, out: Path | None, resume: str | None, quiet: bool) 
         Metrics(out if first else None, training.history) as metrics,
         checkpoints.told_to_end() if saving else nullcontext(),
     ):
-        for step in with_progress(training, quiet):
+        for step in with_progress(training, json):
             metrics.add(step)
+            if step.valid_loss is not None and not json:
+                say(f"evaluated after step {step.number}: loss {step.valid_loss:.4f}")
             if saving:
                 checkpoints.after(step.number)
         complete = len(training.history) == training.task.steps
@@ -158,4 +197,19 @@ def _run(training: Training, out: Path | None, resume: str | None, quiet: bool) 
             checkpoints.save(result)
         if out is not None:
             save_model(training, out)
+    if first:
+        _say_where(training, out, saving, complete)
     return result
+
+
+def _say_where(training: Training, out: Path | None, saving: bool, complete: bool) -> None:
+    """Why the result is short, and where everything is."""
+    from ebbtide.cli.checkpoints import FOLDER
+    from ebbtide.cli.output import say
+
+    done, steps = len(training.history), training.task.steps
+    if not complete:
+        say(f"stopped by {training.ended} after step {done} of {steps}; --resume auto goes on from there")
+    if out is not None:
+        checkpoints = f", checkpoints in {out / FOLDER}" if saving else ""
+        say(f"the model is in {out}, metrics in {out / 'metrics.jsonl'}{checkpoints}")

@@ -5,7 +5,6 @@ Nothing here touches the network: configs and weights come from presets and from
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +15,9 @@ import torch
 from torch import nn
 
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
-from ebbtide.models import depth, names
-from ebbtide.models.presets import MARK, PRESETS
+from ebbtide.models import depth
+from ebbtide.models.lookup import look_up
+from ebbtide.models.presets import MARK
 
 Objective = Literal["causal", "masked", "seq2seq", "image"]
 
@@ -203,29 +203,8 @@ def build_model(name_or_path: str, seed: int = 0) -> tuple[nn.Module, ModelSpec]
 def find_model(name_or_path: str) -> ModelSpec:
     """A preset, a name that says the shape (`names`), the path of a Hugging Face config.json, or a folder that holds
     one beside weights."""
-    if name_or_path in PRESETS:
-        return spec_of(name_or_path, PRESETS[name_or_path])
-    if name_or_path in names.NAMES:
-        return spec_of(name_or_path, names.fields_of(name_or_path) or {})
-    path = Path(name_or_path)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path}: expected a model folder with a config.json; there is none")
-        if not any(path.glob("*.safetensors")):
-            raise ConfigError(
-                f"{path}: no *.safetensors files to start from; for drawn weights give {path / 'config.json'}"
-            )
-        return spec_of(name_or_path, _read(path / "config.json"), path)
-    if path.exists():
-        return spec_of(name_or_path, _read(path))
-    fields = names.fields_of(name_or_path)
-    if fields is not None:
-        return spec_of(name_or_path, fields)
-    close = nearest(name_or_path, [*PRESETS, *names.NAMES])
-    if len(path.parts) > 1 or (path.suffix and not close):
-        raise ConfigError(f"{path}: there is no such model config or folder{close}")
-    hint = close or f"; presets: {', '.join(PRESETS)}; for plans also {names.SUMMARY}"
-    raise ConfigError(f"unknown model {name_or_path!r}{hint}")
+    fields, weights = look_up(name_or_path)
+    return spec_of(name_or_path, fields, weights)
 
 
 def _transformers() -> Any:
@@ -245,18 +224,6 @@ def _line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()]
     count = next((i for i, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     return " ".join(lines[:count]) if lines else type(error).__name__
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the model config: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected a model's config.json: not valid JSON: {error}") from None
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise ConfigError(f"{path}: expected a model's config.json; it has no 'model_type'")
-    return fields
 
 
 def spec_of(name: str, fields: dict[str, Any], weights: Path | None = None) -> ModelSpec:
