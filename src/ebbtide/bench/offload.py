@@ -2,7 +2,7 @@
 
 A budget is the non-model peak plus a share of the model data. The rows' `ratio` is taken against a resident step
 made in the same round, when nothing that the other engine left to be done goes on beside it. The other placements
-and evictions run under the same budget and are fields of its row.
+and evictions run under the same budget and are fields of its row. A budget that is too small is a row that says so.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def _row(
     model: str, data: Any, share: int, config: dict[str, Any], repeats: int, resident: Ours
 ) -> dict[str, Any]:
     row = {"share": f"1/{share}", "budget_bytes": config["device"]["memory"]}
-    row |= _measure(model, data, config, repeats, resident)
+    try:
+        row |= _measure(model, data, config, repeats, resident)
+    except BudgetError as error:
+        return row | {"refused": str(error)}
     for name, change in OTHERS.items():
         try:
             row[name] = _measure(model, data, config | change, max(1, repeats // 3), resident)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 import torch
@@ -146,14 +148,31 @@ def in_process(
     start: Callable[..., None], end: Callable[[], None], *arguments: Any
 ) -> Iterator[ProcessPoolExecutor]:
     """A process of its own: what one engine leaves in the heap is not the next one's to bear."""
-    with ProcessPoolExecutor(1, get_context("spawn"), start, arguments) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), _begin, (start, *arguments)) as pool:
         yield pool
         pool.submit(end).result()
 
 
+def _begin(start: Callable[..., None], *arguments: Any) -> None:
+    end_with_parent()
+    start(*arguments)
+
+
+def end_with_parent() -> None:
+    """This process ends when the one that started it does, whatever ends that: it has gigabytes."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="ebbtide-parent", daemon=True).start()
+
+
 def alone(function: Callable[..., Result], *arguments: Any) -> Result:
     """What a function returns in a process of its own, for the same reason."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent) as pool:
         return pool.submit(function, *arguments).result()
 
 
