@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install demo test test-all lint types contract check gpu-check clean
+.PHONY: install demo test test-all lint types contract check wheel wheel-check gpu-check clean
 
 install: $(VENV)/.installed
 
@@ -37,6 +37,18 @@ contract: install
 	$(BIN)/lint-imports
 
 check: lint types contract test
+
+# For this kind of machine, with compiled kernels.
+wheel: install
+	rm -rf build dist
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps -w dist .
+
+# The wheel in an environment of its own, without a compiler and without NumPy.
+wheel-check: wheel
+	rm -rf build/wheel-check
+	$(PYTHON) -m venv build/wheel-check
+	build/wheel-check/bin/python -m pip install -q --disable-pip-version-check $(TORCH) dist/*.whl
+	cd build && PATH=$(CURDIR)/build/wheel-check/bin CXX= wheel-check/bin/python ../tests/try_wheel.py
 
 # For a machine with a GPU: no installation, no network, the Python that is there.
 gpu-check:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.disk.vectors import view
 from ebbtide.engine.held import Held
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
 from ebbtide.memory.ledger import SNAPSHOT
@@ -137,5 +138,5 @@ class ByName(Held):
         digest = hashlib.sha256()
         for name in sorted(values.names(session)):
             value = values.load(session, name).contiguous()
-            digest.update(value.view(-1).view(torch.uint8).numpy().data)
+            digest.update(view(value.data_ptr(), value.nbytes))
         return digest.hexdigest()

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +50,15 @@ class Library:
 
     def build(self) -> Path:
         """Compile into the first folder that can be written; raises BuildError."""
-        command = compiler()
-        if command is None:
-            raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
         folder = next(filter(_can_write, folders()), None)
         if folder is None:
             raise BuildError(f"none of {', '.join(map(str, folders()))} can be written")
+        return self.build_in(folder)
+
+    def build_in(self, folder: Path) -> Path:
+        command = compiler()
+        if command is None:
+            raise BuildError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
         target = folder / self.file_name
         handle, scratch = tempfile.mkstemp(prefix="_building_", suffix=".so", dir=folder)
         os.close(handle)
@@ -76,7 +80,20 @@ class Library:
 
     def load(self) -> ctypes.CDLL:
         """Compiled on first use; raises BuildError or OSError."""
-        return ctypes.CDLL(str(self.find() or self.build()))
+        return ctypes.CDLL(str(self.find() or self._build_aloud()))
+
+    def _build_aloud(self) -> Path:
+        """Half a minute without a word would look like a hang."""
+        if compiler() is None:
+            return self.build()  # raises
+        print(
+            f"ebbtide: compiling its {self.name}, once for this version; this takes half a minute",
+            file=sys.stderr,
+        )
+        start = time.monotonic()
+        built = self.build()
+        print(f"ebbtide: compiled {built} in {time.monotonic() - start:.0f} s", file=sys.stderr)
+        return built
 
 
 KERNELS = Library(

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from ebbtide.disk.vectors import view
 from ebbtide.errors import ConfigError, IntegrityError, nearest
 from ebbtide.run.model import dense
 from ebbtide.run.ranks import all_or_none
@@ -190,7 +191,7 @@ def _read_content(folder: Path, metadata: Metadata, key: str) -> bytes:
             f"{folder / INDEX}: is damaged: expected {key!r}, found no such content; load another"
         )
     [content] = ShardReader(folder, metadata).contents([MetadataIndex(key)])
-    return content.numpy().tobytes()
+    return bytes(view(content.data_ptr(), content.numel()))
 
 
 def _trained_before(session: Session, stored: Mapping[str, Any]) -> list[int]:

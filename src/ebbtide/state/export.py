@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
+from ebbtide.disk.vectors import view
 from ebbtide.errors import DiskError
 from ebbtide.memory.parts import is_split, split_of
 from ebbtide.run.companions import others_too
@@ -45,6 +46,20 @@ def export(session: Session, folder: Path, dtype: torch.dtype | None, largest: i
     finally:
         for path in made.aside if made.first else ():
             path.unlink(missing_ok=True)
+
+
+def _described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """As safetensors takes them where there is no NumPy; before 0.8 it took copies."""
+    spec = getattr(safetensors, "TensorSpec", None)
+    found: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        if spec is not None:
+            found[key] = spec(dtype=dtype, shape=shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
+        else:
+            data = bytes(view(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else b""
+            found[key] = {"dtype": dtype, "shape": shape, "data": data}
+    return found
 
 
 class _Export:
@@ -119,7 +134,7 @@ class _Export:
                 raise DiskError(f"{where}: the weights could not be exported: {what}", file=where) from error
 
     def write(self, place: int, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, self.aside[place], metadata={"format": "pt"})
+        safetensors.serialize_file(_described(tensors), self.aside[place], {"format": "pt"})
         sync(self.aside[place])
 
     def finish(self) -> None:

@@ -38,6 +38,7 @@ from ebbtide.backend.cpu import Stream
 from ebbtide.backend.pages import map_memory
 from ebbtide.disk.extents import BLOCK
 from ebbtide.disk.files import SystemIO
+from ebbtide.disk.vectors import view
 from ebbtide.errors import IntegrityError
 from ebbtide.kernels import cpu_kernels
 from ebbtide.kernels.crc import crc32
@@ -252,7 +253,7 @@ class ShardReader(StorageReader):
         for (index, items), content in zip(wanted.items(), self.contents(list(wanted)), strict=True):
             for item in items:
                 if item.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(content.numpy().tobytes()))
+                    planner.load_bytes(item, io.BytesIO(view(content.data_ptr(), content.numel())))
                     continue
                 dtype = self._metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
                 first, count = item.storage_offsets[0], item.lengths[0]
