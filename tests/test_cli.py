@@ -120,7 +120,7 @@ def test_lock_free_updates(train: Command, tmp_path: Path) -> None:
         "--host-memory",
         "0",
         "--device-memory",
-        "40MB",
+        "45MB",
     ]
     plain = train.json("--steps", "3")
     free = train.json("--steps", "3", *ssd, "--updates", "lock-free", "--max-staleness", "2", "--clip", "1")

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import ebbtide
+from ebbtide.tracing.imagining_flag import ImaginedMode
 from harness import config_of
 
 WIDTH = 16
@@ -658,7 +659,7 @@ def exceptions_that_are_caught(place: Path) -> tuple[Note, Seen]:
 def test_with_and_without_an_imagined_pass(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = []
+    found, before = [], left_over()
     for imagined in (False, True):
         reset()
         with warnings.catch_warnings(record=True) as told:
@@ -669,8 +670,17 @@ def test_with_and_without_an_imagined_pass(
         found.append((*result, printed.out, _steady(printed.err), said))
     reset()
     assert found[0] == found[1]
+    assert not left_over() - before
+
+
+def left_over() -> set[int]:
+    """Tensors of imagined passes that are still there."""
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is FakeTensor]
+    return {
+        id(one)
+        for one in gc.get_objects()
+        if type(one) is FakeTensor and isinstance(one.fake_mode, ImaginedMode)
+    }
 
 
 def _steady(text: str) -> str:

@@ -176,6 +176,7 @@ class Training:
             "model": self.task.model,
             "ranks": self.world.size,
             "params": self.parameters,
+            "precision": self.config.precision,
             "steps": len(self.history),
             "losses": [step.loss for step in self.history],
             "final_loss": self.history[-1].loss,

@@ -110,11 +110,13 @@ def train(
     from ebbtide.cli.world import joined
 
     with joined(settings.device.kind) as world:
+        asked = settings.precision
         if precision is None:
-            settings = _in_fast_precision(settings, config, world.first)
+            settings = _in_fast_precision(settings, config)
         training = Training(task, settings, world=world)
         try:
-            result = _run(training, out, resume, json or not world.first)
+            ours = settings.precision != asked
+            result = _run(training, out, resume, json or not world.first, ours)
         finally:
             training.close()
     if world.first:
@@ -136,22 +138,17 @@ def _check(model: str, data: str | None, out: Path | None, resume: str | None) -
         _open_folder(out)
 
 
-def _in_fast_precision(settings: Config, file: Path | None, first: bool) -> Config:
-    """Where nothing says the precision, and bf16 would be emulated: fp32."""
+def _in_fast_precision(settings: Config, file: Path | None) -> Config:
+    """Where nothing says the precision, and bf16 would be emulated: fp32. It is said with the first step."""
     import torch
 
     from ebbtide.backend.products import fast_dtype
-    from ebbtide.cli.output import say
 
     kind = settings.device.kind
     on_cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
     said = file is not None and "precision" in read_file(file, "config")
     if said or not on_cpu or settings.master != "auto" or fast_dtype() is not torch.float32:
         return settings
-    if first:
-        say(
-            "this processor has no bf16 instructions, so the precision is fp32 (--precision bf16: bf16 all the same)"
-        )
     return settings.with_({"precision": "fp32"})
 
 
@@ -167,7 +164,9 @@ def _open_folder(out: Path) -> None:
         ) from None
 
 
-def _run(training: Training, out: Path | None, resume: str | None, json: bool) -> dict[str, Any]:
+def _run(
+    training: Training, out: Path | None, resume: str | None, json: bool, precision_is_ours: bool
+) -> dict[str, Any]:
     """What training came to."""
     from ebbtide.cli.checkpoints import Checkpoints
     from ebbtide.cli.output import say, with_progress
@@ -185,6 +184,8 @@ def _run(training: Training, out: Path | None, resume: str | None, json: bool) -
     ):
         for step in with_progress(training, json):
             metrics.add(step)
+            if precision_is_ours and not json and len(training.history) == training.resumed + 1:
+                say("this processor has no bf16 instructions: the precision is fp32 (else: --precision bf16)")
             if step.valid_loss is not None and not json:
                 say(f"evaluated after step {step.number}: loss {step.valid_loss:.4f}")
             if saving:

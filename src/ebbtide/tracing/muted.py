@@ -25,7 +25,13 @@ def muted(files: Iterable[Any]) -> Iterator[None]:
         for handler in _handlers():
             handler.addFilter(_is_real)
             stack.callback(handler.removeFilter, _is_real)
-        stack.enter_context(warnings.catch_warnings())
+        yield
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Warnings of the pass itself: what Python gives once for each place, the real pass is to give."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -35,6 +35,7 @@ from ebbtide.tracing.in_place import CopiedGradients
 from ebbtide.tracing.known import KnownValues
 from ebbtide.tracing.live import Recorder
 from ebbtide.tracing.meter import StorageMeter, storage_bytes
+from ebbtide.tracing.muted import unwarned
 from ebbtide.tracing.routing import even_load
 from ebbtide.tracing.saved import SavedList
 from ebbtide.tracing.unchanged import unchanged
@@ -243,6 +244,7 @@ def _trace(
         substituted(observer, fake),
         hooks,
         CopiedGradients() if torch.is_grad_enabled() else nullcontext(),
+        unwarned(),
         mode,
         ImaginedCopies(),
         known,
