@@ -61,13 +61,18 @@ class OptimizerConfig(Section):
             object.__setattr__(self, "weight_decay", WEIGHT_DECAY[self.name])
 
 
+Grown = Literal["least", "half"]
+"""Budgets that the engine finds: they grow until a batch fits."""
+
+
 @dataclass(frozen=True)
 class DeviceConfig(Section):
     path: ClassVar[str] = "device"
 
     kind: Annotated[str, choice("auto", "cuda", "cpu")] = "auto"
-    memory: Annotated[int | Auto, size(least=1)] = "auto"
-    """The whole budget: chunks and non-model data."""
+    memory: Annotated[int | Auto | Grown, size(least=1, words=("least", "half"))] = "auto"
+    """The whole budget: chunks and non-model data. `least`: what the batches turn out to need, no more; `half`: that,
+    and half of the model data."""
 
 
 @dataclass(frozen=True)

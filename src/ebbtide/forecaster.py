@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.config import Config
+from ebbtide.config import Config, Grown
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
@@ -358,8 +358,8 @@ def _positions(example: Any) -> int:
     return ids.numel() if ids is not None else next((len(value) for value in values if value.dim()), 1)
 
 
-def _said(budget: int | Auto) -> int | None:
-    return None if budget == "auto" else budget
+def _said(budget: int | Auto | Grown) -> int | None:
+    return budget if isinstance(budget, int) else None
 
 
 def _can_checkpoint(model: object) -> bool:

@@ -110,20 +110,21 @@ def optional(check: Check) -> Check:
     return lambda key, value: None if value is None else check(key, value)
 
 
-def size(least: int, auto: bool = True) -> Check:
-    """Bytes."""
+def size(least: int, auto: bool = True, words: tuple[str, ...] = ()) -> Check:
+    """Bytes, or one of the words that stand for some."""
+    words = ("auto", *words) if auto else words
     allowed = "a size such as '24GB' or '512MiB'" + (" above zero" if least else "")
-    allowed = f"'auto' or {allowed}" if auto else allowed
+    allowed = " or ".join([", ".join(map(repr, words)), allowed]) if words else allowed
 
-    def check(key: Key, value: Any) -> int | Auto:
-        if value == "auto" and auto:
-            return "auto"
+    def check(key: Key, value: Any) -> Any:
+        if isinstance(value, str) and value in words:
+            return value
         hint = ""
         try:
             if least <= (found := parse_size(value)) < 1 << 63:
                 return found
         except ConfigError:
-            near = nearest(value.lower(), ["auto"]) if isinstance(value, str) and auto else ""
+            near = nearest(value.lower(), list(words)) if isinstance(value, str) and words else ""
             hint = near or nearest_size(value)
         raise refuse(key, value, allowed, hint)
 

@@ -19,6 +19,7 @@ from ebbtide.config import Config
 from ebbtide.engine.backward import Reversing
 from ebbtide.engine.by_name import ByName
 from ebbtide.engine.face import ModuleFace
+from ebbtide.engine.fit import Fit, fit
 from ebbtide.engine.foreign import Schedulers, handed_over, refuse_foreign_steps
 from ebbtide.engine.held import alone
 from ebbtide.engine.own_backward import OwnBackward
@@ -224,6 +225,23 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         session.begin_training(call)
         with session.running():
             return call.run()
+
+    @alone
+    def fit(
+        self,
+        *batches: Any,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        run: Callable[..., Any] | None = None,
+        evaluate: Iterable[Any] = (),
+    ) -> Fit:
+        """What `device.memory` is enough for these batches, found by planning: nothing runs. Each is what forward takes:
+        keyword arguments as a mapping, positional ones as a tuple, or one tensor. `loss`: what the loop computes from
+        forward's output, where that is outside of the module; `run`: what is called in forward's place, as in
+        `engine.run`, and all that comes before one backward; `evaluate`: batches that pass without gradients. The sum of
+        two engines' is enough for both in one loop."""
+        if not batches and not evaluate:
+            raise ConfigError("fit: expected at least one batch, as forward takes it, found none")
+        return fit(self._session, self.module, batches, loss, run, evaluate)
 
     # -- passes in pieces -----------------------------------------------------------------------------
 

@@ -21,9 +21,18 @@ AVERAGE = "average"
 
 
 class Ledger:
-    def __init__(self, budgets: Mapping[str, int], sharers: int = 1) -> None:
-        """`sharers`: processes among which the machine's host and SSD are divided."""
+    def __init__(
+        self,
+        budgets: Mapping[str, int],
+        sharers: int = 1,
+        wish: str = "",
+        most: int = 0,
+        from_host: bool = False,
+    ) -> None:
+        """`sharers`: processes among which the machine's host and SSD are divided. `wish`: the device's budget grows as
+        it is needed (`least`, `half`), up to `most` bytes; `from_host`: both are RAM, and the host's shrinks by it."""
         self.budgets, self.sharers = dict(budgets), sharers
+        self.wish, self._most, self._from_host = wish, most, from_host
         self.reserved = dict.fromkeys(budgets, 0)
         self.level = dict.fromkeys(budgets, 0)
         self._expected = dict.fromkeys(budgets, 0)
@@ -45,9 +54,20 @@ class Ledger:
         """Bytes that may still be reserved; negative where the level has risen over what is left."""
         return self.budgets[tier] - self.reserved[tier] - self.level[tier]
 
+    def stretch(self, tier: str, short: int) -> bool:
+        """Gives the device so much more, where its budget is found and not set; whether it could."""
+        if not self.wish or tier != "device" or short <= 0 or self.budgets["device"] + short > self._most:
+            return False
+        if self._from_host:
+            if short > self.room("host"):
+                return False
+            self.budgets["host"] -= short
+        self.budgets["device"] += short
+        return True
+
     def reserve(self, tier: str, tag: str, count: int) -> None:
         short = count - self.room(tier)
-        if short > 0:
+        if short > 0 and not self.stretch(tier, short):
             raise BudgetError(
                 f"{tier}: {format_size(count)} for {tag} do not fit: {format_size(self.budgets[tier])} budget, "
                 f"{format_size(self.reserved[tier])} reserved ({self.describe(tier)}), "

@@ -94,6 +94,11 @@ def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft
     )
 
 
+def enough(shape: ModelShape, record: Record, settings: Settings) -> int:
+    """Bytes of the device from which on there is a plan, as a refusal would name them."""
+    return _nearest_fit(shape, record, _for_gradients(shape, record, settings), None).settings.device
+
+
 def _host_refusal(tier: str, short: Mapping[str, int], more: str, settings: Settings) -> BudgetError:
     """The device could compute, but what it does not hold fits nowhere."""
     return BudgetError(

@@ -100,6 +100,16 @@ class Evaluations:
         self._seat(need)
         return True
 
+    def least(self, record: Record) -> int:
+        """Bytes of the device that an evaluation needs which was imagined: optimizer state leaves for it."""
+        shape, sizes = self._shape, [0] * self._shape.chunks
+        for index in range(shape.chunks):
+            whole = shape.whole_bytes[index] if index in shape.shared else 0
+            sizes[index] = shape.parameter_bytes[index] + whole
+        uses = self._uses_of(record)
+        length = 1 + max((use.last for use in uses), default=0)
+        return record.peak + SCALARS + least_room([0] * length, sizes, uses)
+
     def _uses_of(self, record: Record) -> tuple[Use, ...]:
         return tuple(
             Use(chunk, access.first, access.last)

@@ -108,7 +108,7 @@ class Planning:
         short = needed - budget
         if short > 0 and self._sharing is None:
             short -= self._homes.give_up(short)
-        if short > 0:
+        if short > 0 and not self._room.ledger.stretch("device", short):
             raise BudgetError(
                 f"device: this iteration needs at least {format_size(budget + short)}, with {format_size(held)} of "
                 f"outputs of passes before that are still held; {format_size(budget)} are there",

@@ -29,6 +29,7 @@ class Portion:
         self._others: tuple[weakref.ref[Room], ...] = ()
         self._device, self._host = traces.settings.device, traces.settings.host
         """What others' state leaves, at most."""
+        self._halved = False
         self._elsewhere = 0
         """What others have in passes that are under way beside those of this engine."""
 
@@ -53,10 +54,27 @@ class Portion:
             try:
                 return make()
             except BudgetError as error:
-                if self._fixed or not self._others or error.tier != "device" or not self._widen(error.short):
+                if error.tier != "device" or not (self._stretch(error.short) or self._widen(error.short)):
                     raise
 
+    def _stretch(self, short: int) -> bool:
+        """Where the budget is found: as much as a batch needs, and where that is asked for half of the model data."""
+        ledger = self._room.ledger
+        if ledger.wish == "half" and not self._halved:
+            self._halved = True
+            half = (sum(self._traces.shape.sizes) + sum(self._traces.shape.state_bytes)) // 2
+            stretched = ledger.stretch("device", short + half) or ledger.stretch("device", short)
+        else:
+            stretched = ledger.stretch("device", short)
+        if not stretched:
+            return False
+        self._device = self._room.budget("device")
+        self._settle()
+        return True
+
     def _widen(self, short: int) -> bool:
+        if self._fixed or not self._others:
+            return False
         needed = self._traces.settings.device + self._elsewhere + short
         self._room.ask(lambda: needed - self._room.budget("device"))
         if self._room.budget("device") < needed:

@@ -247,7 +247,8 @@ class Room:
             return
         if not guess:
             self.ask(lambda: needed - self.ledger.room("device"))
-        if needed > self.ledger.room("device"):
+        short = needed - self.ledger.room("device")
+        if short > 0 and (guess or not self.ledger.stretch("device", short)):
             raise self._refusal(needed)
 
     def _lower(self, needed: int) -> bool:

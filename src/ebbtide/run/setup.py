@@ -145,6 +145,9 @@ def _resolve(config: Config, backend: Backend, neighbours: int) -> dict[str, int
     """With the host and the SSD of the machine."""
     free, capacity = backend.available(), backend.capacity()
     device, host = config.device.memory, config.host.memory
+    if device == "least" or device == "half":
+        host = int(free["host"] * (1 - MARGIN)) if host == "auto" else int(host)
+        return {"device": 0, "host": host, "ssd": _ssd_budget(config)}
     for tier, asked in (("device", device), ("host", host)):
         if asked != "auto" and int(asked) > capacity[tier]:
             raise ConfigError(
@@ -218,7 +221,7 @@ def check_fit(ledger: Ledger, config: Config, shape: ModelShape, spared: int) ->
         )
     largest = shape.largest
     short = largest - room["device"]
-    if short > 0:
+    if short > 0 and not ledger.stretch("device", short):
         raise BudgetError(
             f"device: the largest chunk has {format_size(largest)}, the budget is {format_size(room['device'])}: "
             f"short by {format_size(short)}",

@@ -14,12 +14,12 @@ import torch
 from ebbtide.backend import Backend, open_backend
 from ebbtide.config import Config
 from ebbtide.disk.space import DiskSpace
-from ebbtide.errors import ConfigError
+from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.companions import Companions
 from ebbtide.run.ranks import Ranks, all_or_none, neighbours
 from ebbtide.run.room import Room
-from ebbtide.run.setup import resolve_budgets
+from ebbtide.run.setup import MARGIN, resolve_budgets
 
 
 @dataclass
@@ -72,8 +72,15 @@ def open_tiers(config: Config, ranks: Ranks | None = None, companions: Companion
         disk = None
         if budgets["ssd"]:
             disk = DiskSpace(folders or config.ssd.folder, budgets["ssd"], checksums=config.ssd.checksums)
-    backend.limit(budgets["device"])
-    return Tiers(backend, Ledger(budgets, count), disk, own_folders=folders)
+    wish = config.device.memory if config.device.memory in ("least", "half") else ""
+    if wish and (ranks is not None or companions is not None):
+        raise UnsupportedError(
+            f"device.memory: {wish!r} is found in one process, and the plans of several must agree; name a size"
+        )
+    most = int(backend.available()["device"] * (1 - MARGIN)) if wish else budgets["device"]
+    backend.limit(most)
+    ledger = Ledger(budgets, count, str(wish), most, from_host=backend.kind == "cpu")
+    return Tiers(backend, ledger, disk, own_folders=folders)
 
 
 def _own_folders(config: Config, place: int) -> tuple[str, ...]:
@@ -101,11 +108,20 @@ def shared_tiers(config: Config, ranks: Ranks | None = None, companions: Compani
     asked_of = {"device": config.device.memory, "host": config.host.memory, "ssd": config.ssd.memory}
     for tier, asked in asked_of.items():
         sharers = 1 if tier == "device" else tiers.ledger.sharers
+        if tier == "device" and (tiers.ledger.wish or asked in ("least", "half")):
+            if asked in ("auto", tiers.ledger.wish):
+                continue
+            there: int | str = tiers.ledger.wish or tiers.ledger.budgets[tier]
+            raise ConfigError(_another(tier, there, asked))
         if asked != "auto" and int(asked) // sharers != tiers.ledger.budgets[tier]:
             there = tiers.ledger.budgets[tier] * sharers
-            raise ConfigError(
-                f"{tier}.memory: another engine in this process has {there} bytes, this one asks for {asked}. Is it "
-                "one that nobody trains with any more (of a notebook's cell that ran before)? engine.close() ends it. "
-                "Engines that train together share a budget: give both one value, or 'auto'"
-            )
+            raise ConfigError(_another(tier, f"{there} bytes", asked))
     return tiers
+
+
+def _another(tier: str, there: int | str, asked: int | str) -> str:
+    return (
+        f"{tier}.memory: another engine in this process has {there}, this one asks for {asked}. Is it one that nobody "
+        "trains with any more (of a notebook's cell that ran before)? engine.close() ends it. Engines that train "
+        "together share a budget: give both one value, or 'auto'"
+    )

@@ -1,0 +1,113 @@
+"""What `device.memory` a loop needs, found by planning: nothing runs, and nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.errors import UnsupportedError
+from ebbtide.plan.place import enough
+from ebbtide.plan.uses import SCALARS
+from ebbtide.record import Record
+from ebbtide.run.session import Session
+from ebbtide.runtime.planning.call import Call, call_of
+from ebbtide.units import format_size
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes of device memory that are enough, and those that hold everything."""
+
+    least: int
+    whole: int
+    passes: tuple[tuple[str, int], ...]
+    """What each pass needs."""
+
+    @property
+    def half(self) -> int:
+        """Halfway."""
+        return (self.least + self.whole) // 2
+
+    def __add__(self, other: Fit) -> Fit:
+        """Of two engines that share a budget."""
+        return Fit(self.least + other.least, self.whole + other.whole, self.passes + other.passes)
+
+    def __str__(self) -> str:
+        passes = ", ".join(f"{name} {format_size(count)}" for name, count in self.passes)
+        return (
+            f"device.memory = {self.least} is enough ({format_size(self.least)}: {passes}); {self.half} is halfway to "
+            f"{self.whole}, which holds everything ({format_size(self.whole)})"
+        )
+
+
+def fit(
+    session: Session,
+    module: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+    run: Callable[..., Any] | None,
+    evaluate: Iterable[Any],
+) -> Fit:
+    passes, left, peak = [], 0, 0
+    for number, batch in enumerate(batches, 1):
+        record = _imagined(session, _call(session, module, batch, run or _with(module, loss)))
+        left = max(left, record.left)
+        peak = max(peak, record.peak + record.left)
+        # What the loop holds of one pass, it holds until forward of the next is over.
+        passes.append((f"training {number}", _enough(session, record.carrying(record.left))))
+    for number, batch in enumerate(evaluate, 1):
+        with torch.no_grad():
+            record = _imagined(session, _call(session, module, batch, module))
+        needed = session.evaluations.least(record) + left
+        peak = max(peak, record.peak + left)
+        passes.append((f"evaluation {number}", needed))
+    model_data = sum(session.shape.sizes) + sum(session.shape.state_bytes)
+    least = max(count for _, count in passes)
+    return Fit(least, max(least, peak + model_data), tuple(passes))
+
+
+def _call(session: Session, module: nn.Module, batch: Any, function: Callable[..., Any]) -> Call:
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = dict(batch)
+    else:
+        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    call = call_of(module, function, args, kwargs)
+    if function is module:
+        return call
+    return replace(call, function=partial(session.interceptor.around, function))
+
+
+def _with(module: nn.Module, loss: Callable[[Any], torch.Tensor] | None) -> Callable[..., Any]:
+    return module if loss is None else partial(_with_loss, module, loss)
+
+
+def _with_loss(module: nn.Module, loss: Callable[[Any], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """The loss first, which backward goes from; the loop holds forward's output beside it."""
+    output = module(*args, **kwargs)
+    return {"loss": loss(output), "output": output}
+
+
+def _imagined(session: Session, call: Call) -> Record:
+    record = session.imagining.imagine(call)
+    if record is None:
+        raise UnsupportedError(
+            f"fit: this pass cannot be imagined ({session.imagining.note}), so what it takes shows only when it runs; "
+            'device.memory = "least" finds a budget then'
+        )
+    return record
+
+
+def _enough(session: Session, record: Record) -> int:
+    """Where the host takes what the device does not hold."""
+    settings = session.traces.settings
+    elsewhere = 4 * (sum(session.shape.sizes) + sum(session.shape.state_bytes))
+    if not settings.ssd_beside_device:
+        settings = replace(settings, host=max(settings.host, elsewhere))
+    return enough(session.shape, record, replace(settings, device=0, given={})) + SCALARS
