@@ -194,7 +194,7 @@ def test_master(precision: str, master: str, resolved: str) -> None:
         ({"chunk_size": "64mb"}, "'chunk_size': expected 'auto' or a size such as '24GB' or '512MiB'"),
         ({"chunk_size": "64mb"}, "found '64mb'; did you mean '64MB'?"),
         ({"chunk_size": 0}, "a size such as '24GB' or '512MiB' above zero, found 0"),
-        ({"device": {"memory": "Auto"}}, "'device.memory': expected 'auto' or a size"),
+        ({"device": {"memory": "Auto"}}, "'device.memory': expected 'auto', 'least', 'half' or a size"),
         ({"device": {"memory": "Auto"}}, "found 'Auto'; did you mean 'auto'?"),
         ({"host": {"memory": -1}}, "'host.memory': expected 'auto' or a size such as '24GB'"),
         ({"ssd": {"memory": -1}}, "'ssd.memory': expected 'auto' or a size"),
