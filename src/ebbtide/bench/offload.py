@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from ebbtide.bench.progress import Progress, Report, silent
 from ebbtide.bench.steps import Ours, median_ratio, suited, tokens
 from ebbtide.errors import BudgetError
 
@@ -32,6 +33,7 @@ def run(
     repeats: int = 7,
     shares: tuple[int, ...] = (2, 4, 8),
     precision: str = "auto",
+    report: Report = silent,
 ) -> dict[str, Any]:
     """One row a budget; every config makes its steps in turn with a resident engine that has its own memory."""
     data = tokens(model, batch, seq)
@@ -43,7 +45,11 @@ def run(
         facts = resident.engine.stats()
         peak, model_data = facts["non_model_peak"], sum(facts["tags"]["device"].values())
         budgets = {share: {"device": {"memory": peak + model_data // share}} for share in shares}
-        rows = [_row(model, data, n, common | budget, repeats, resident) for n, budget in budgets.items()]
+        progress = Progress(len(budgets) * (1 + len(OTHERS)), report)
+        rows = [
+            _row(model, data, n, common | budget, repeats, resident, progress)
+            for n, budget in budgets.items()
+        ]
     finally:
         resident.close()
     return {
@@ -59,18 +65,28 @@ def run(
 
 
 def _row(
-    model: str, data: Any, share: int, config: dict[str, Any], repeats: int, resident: Ours
+    model: str,
+    data: Any,
+    share: int,
+    config: dict[str, Any],
+    repeats: int,
+    resident: Ours,
+    progress: Progress,
 ) -> dict[str, Any]:
     row = {"share": f"1/{share}", "budget_bytes": config["device"]["memory"]}
     try:
         row |= _measure(model, data, config, repeats, resident)
     except BudgetError as error:
+        progress.done(f"{row['share']} of model data: does not fit", 1 + len(OTHERS))
         return row | {"refused": str(error)}
+    progress.done(f"{row['share']} of model data: {row['ratio']:.2f} times the resident step")
     for name, change in OTHERS.items():
         try:
             row[name] = _measure(model, data, config | change, max(1, repeats // 3), resident)
         except BudgetError as error:
             row[name] = {"refused": str(error)}
+        found = row[name].get("ratio")
+        progress.done(f"  {name}: " + ("does not fit" if found is None else f"{found:.2f}"))
     return row
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from ebbtide.bench.progress import Report, silent
 from ebbtide.bench.steps import Ours, Plain, median_ratio, race, suited, tokens
 
 
 def run(
-    model: str = "gpt2-124m", batch: int = 2, seq: int = 256, repeats: int = 15, precision: str = "auto"
+    model: str = "gpt2-124m",
+    batch: int = 2,
+    seq: int = 256,
+    repeats: int = 15,
+    precision: str = "auto",
+    report: Report = silent,
 ) -> dict[str, Any]:
     """`ratio` is ours over plain, the median over rounds in which both made a step after another of their own kind: else
     each would find the memory that they share as the other needs it."""
@@ -18,7 +24,7 @@ def run(
     ours = Ours(model, data, {"clip": None, "precision": precision})
     plain = Plain(model, data, ours.engine.device, precision)
     try:
-        seconds = race({"ours": ours.step, "plain": plain.step}, repeats, after_itself=True)
+        seconds = race({"ours": ours.step, "plain": plain.step}, repeats, after_itself=True, report=report)
         stats = ours.engine.stats()
     finally:
         ours.close()

@@ -20,6 +20,7 @@ import torch
 
 from ebbtide.backend.heap import tune_memory
 from ebbtide.bench.budgets import for_share
+from ebbtide.bench.progress import Progress
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, suited, tokens
 from ebbtide.doctor import disk as disks
 from ebbtide.doctor.memory import streams, update
@@ -50,10 +51,11 @@ def run(
         report("measuring the disk and the memory")
         ceilings = measure_ceilings(Path(scratch))
         rows = []
+        progress = Progress(len(models) * len(shares) * 3 * (WARM_UP + repeats), report)
         for model in models:
             for share in shares:
                 report(f"{model}, {share:.0%} of its optimizer state on SSD")
-                row = _row(model, share, seq, repeats, Path(scratch), precision, ceilings)
+                row = _row(model, share, seq, repeats, Path(scratch), precision, ceilings, progress)
                 clipped = row["with_clipping"]["achieved_over_critical_path"]
                 report(
                     f"  {row['achieved_over_bound']:.2f} of the bound, with clipping {clipped:.2f} of the critical "
@@ -86,25 +88,32 @@ def _row(
     folder: Path,
     precision: str,
     ceilings: Mapping[str, float],
+    progress: Progress,
 ) -> dict[str, Any]:
     in_backward = {"updates": "in-backward", "precision": precision}
     config = in_backward | for_share(in_backward, model, share, 1, seq, folder)
     row: dict[str, Any] = {"model": model, "share_on_ssd": share, "budget_bytes": config["device"]["memory"]}
-    row |= _against(model, seq, config, repeats, ceilings, clipped=False)
-    on_demand = _against(model, seq, config | {"prefetch": False}, repeats, ceilings, clipped=False)
+    row |= _against(model, seq, config, repeats, ceilings, progress, clipped=False)
+    on_demand = _against(model, seq, config | {"prefetch": False}, repeats, ceilings, progress, clipped=False)
     row["without_prefetch"] = {
         "step_seconds": on_demand["step_seconds"],
         "ratio": on_demand["relative"] / row["relative"],
     }
     clipping = {"clip": 1.0, "precision": precision}
     config = clipping | for_share(clipping, model, share, 1, seq, folder)
-    row["with_clipping"] = _against(model, seq, config, repeats, ceilings, clipped=True)
+    row["with_clipping"] = _against(model, seq, config, repeats, ceilings, progress, clipped=True)
     row["with_clipping"]["budget_bytes"] = config["device"]["memory"]
     return row
 
 
 def _against(
-    model: str, seq: int, config: dict[str, Any], repeats: int, ceilings: Mapping[str, float], clipped: bool
+    model: str,
+    seq: int,
+    config: dict[str, Any],
+    repeats: int,
+    ceilings: Mapping[str, float],
+    progress: Progress,
+    clipped: bool,
 ) -> dict[str, Any]:
     """Steps of an engine in turn with plain passes."""
     scratch = Path(config["ssd"]["folder"])
@@ -120,6 +129,7 @@ def _against(
                 passes.append(turn[0])
                 rates.append(turn[1])
                 steps.append(turn[2])
+            progress.done()
         facts = engine.submit(_engine_facts, repeats).result()
     forward = statistics.median(one for one, _ in passes)
     backward = statistics.median(other for _, other in passes)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ebbtide.backend.products import fast_dtype
+from ebbtide.bench.progress import Progress, Report, silent
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
@@ -177,11 +178,16 @@ def alone(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def race(
-    jobs: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3, after_itself: bool = False
+    jobs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 3,
+    after_itself: bool = False,
+    report: Report = silent,
 ) -> dict[str, list[float]]:
     """Seconds of jobs that run in turn; the first rounds (traces, plans, first touch) do not count. `after_itself`: each
     runs twice, and the second time counts."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    progress = Progress(rounds + warm_up, report)
     for number in range(rounds + warm_up):
         for name, job in jobs.items():
             if after_itself:
@@ -192,6 +198,7 @@ def race(
             _end_kernels()
             if number >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
+        progress.done()
     return seconds
 
 

@@ -22,16 +22,24 @@ Batch = Annotated[int, Option(help="Sequences in a batch.")]
 Seq = Annotated[int, Option(help="Length of a sequence.")]
 Precision = Annotated[str, Option(help="bf16 or fp32; auto: bf16 where the processor multiplies it.")]
 Repeats = Annotated[int, Option(help="Measured steps of each variant.")]
+Quick = Annotated[
+    bool, Option("--quick", help="In two minutes, on a small model: to see that it runs, not what it costs.")
+]
 
 
 @bench.command()
 def update(
+    context: typer.Context,
     elements: Annotated[int, Option(help="Parameters that are updated.")] = 100_000_000,
     rounds: Annotated[int, Option(help="Measured updates of each variant.")] = 7,
     threads: Annotated[int, Option(help="That all variants run on.")] = 2,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """The one-pass update against torch's fused AdamW with its casts, and against the memory."""
+    if quick:
+        elements = _quickly(context, "elements", 10_000_000, elements)
+        rounds = _quickly(context, "rounds", 3, rounds)
     for flag, value in (("--elements", elements), ("--rounds", rounds), ("--threads", threads)):
         at_least(flag, value, 1)
     from ebbtide.bench.update import run
@@ -41,42 +49,54 @@ def update(
 
 @bench.command()
 def overhead(
+    context: typer.Context,
     model: Model = "gpt2-124m",
     batch: Batch = 2,
     seq: Seq = 256,
     repeats: Repeats = 15,
     precision: Precision = AUTO,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """A step with everything resident against plain PyTorch's."""
+    if quick:
+        model = _quickly(context, "model", "gpt2-tiny", model)
+        repeats = _quickly(context, "repeats", 5, repeats)
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
     from ebbtide.backend.heap import tune_memory
     from ebbtide.bench.overhead import run
 
     tune_memory(scarce=False)
-    _print(run(**options), json)
+    _print(run(**options, report=_say), json)
 
 
 @bench.command()
 def offload(
+    context: typer.Context,
     model: Model = "gpt2-124m",
     batch: Batch = 2,
     seq: Seq = 256,
     repeats: Repeats = 7,
     precision: Precision = AUTO,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """A step under ever smaller device budgets against the resident one."""
+    if quick:
+        model = _quickly(context, "model", "gpt2-tiny", model)
+        seq = _quickly(context, "seq", 128, seq)
+        repeats = _quickly(context, "repeats", 3, repeats)
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
     from ebbtide.backend.heap import tune_memory
     from ebbtide.bench.offload import run
 
     tune_memory(scarce=False)
-    _print(run(**options), json)
+    _print(run(**options, report=_say), json)
 
 
 @bench.command()
 def forecast(
+    context: typer.Context,
     models: Annotated[str, Option(help="Presets, with commas.")] = "gpt2-124m,gpt2-350m,gpt2-1b",
     seqs: Annotated[str, Option(help="Lengths of a sequence, with commas.")] = "256,1024",
     repeats: Repeats = 5,
@@ -84,9 +104,15 @@ def forecast(
     journal: Annotated[
         Path | None, Option(help="A file for what is measured; given again, the run goes on from there.")
     ] = None,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Predicted and measured steps, bytes moved and peaks, on this machine as `doctor` measures it."""
+    if quick:
+        models = _quickly(context, "models", "gpt2-tiny", models)
+        seqs = _quickly(context, "seqs", "128", seqs)
+        repeats = _quickly(context, "repeats", 2, repeats)
+        visits = _quickly(context, "visits", 1, visits)
     at_least("--repeats", repeats, 1)
     at_least("--visits", visits, 1)
     lengths = []
@@ -102,15 +128,22 @@ def forecast(
 
 @bench.command()
 def ssd(
+    context: typer.Context,
     models: Annotated[str, Option(help="Presets, with commas.")] = "gpt2-350m,gpt2-1b",
     shares: Annotated[str, Option(help="Of the optimizer state, on SSD, with commas.")] = "0.5,0.9",
     seq: Seq = 256,
     repeats: Repeats = 5,
     folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
     precision: Precision = AUTO,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Optimizer state on SSD: a step against what disk and cores must do, all measured in this run."""
+    if quick:
+        models = _quickly(context, "models", "gpt2-124m", models)
+        shares = _quickly(context, "shares", "0.9", shares)
+        repeats = _quickly(context, "repeats", 1, repeats)
+        seq = _quickly(context, "seq", 64, seq)
     at_least("--repeats", repeats, 1)
     at_least("--seq", seq, 2)
     found = _precision(precision)
@@ -122,6 +155,7 @@ def ssd(
 
 @bench.command()
 def lockfree(
+    context: typer.Context,
     model: Model = "gpt2-350m",
     share: Annotated[float, Option(help="Of the optimizer state, on SSD.")] = 0.9,
     batch: Batch = 1,
@@ -136,10 +170,15 @@ def lockfree(
     data: Annotated[str | None, Option(help="A text file or folder; left out, Python's library.")] = None,
     folder: Annotated[Path | None, Option(help="On the disk to be used; left out, the system's.")] = None,
     precision: Precision = AUTO,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Lock-free updates against exact ones, with state on SSD: steps a second, and what is learnt in equal time (or,
     with --after, in equal steps)."""
+    if quick:
+        model = _quickly(context, "model", "gpt2-tiny", model)
+        turns = _quickly(context, "turns", 1, turns)
+        seconds = _quickly(context, "seconds", 8.0, seconds)
     for flag, value, least in (
         ("--batch", batch, 1),
         ("--seq", seq, 2),
@@ -191,14 +230,20 @@ def scale(
 
 @bench.command()
 def ranks(
+    context: typer.Context,
     model: Model = "gpt2-124m",
     batch: Annotated[int, Option(help="Sequences in the batch that all ranks share.")] = 4,
     seq: Seq = 256,
     sizes: Annotated[str, Option(help="Numbers of ranks, with commas.")] = "1,2,4",
     repeats: Repeats = 5,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Throughput on one rank and on several, against plain DDP and FSDP2 on the same cores."""
+    if quick:
+        model = _quickly(context, "model", "gpt2-tiny", model)
+        sizes = _quickly(context, "sizes", "1,2", sizes)
+        repeats = _quickly(context, "repeats", 2, repeats)
     options = _options(model, batch, seq, repeats)
     numbers = []
     for part in sizes.split(","):
@@ -216,15 +261,20 @@ def ranks(
 
 @bench.command()
 def save(
+    context: typer.Context,
     model: Model = "gpt2-1b",
     repeats: Annotated[int, Option(help="Checkpoints of each kind.")] = 6,
     folder: Annotated[
         Path | None,
         Option(help="On the disk to be used, with room for four checkpoints; left out, the system's."),
     ] = None,
+    quick: Quick = False,
     json: Json = False,
 ) -> None:
     """How fast a checkpoint is written, against what the disk takes in the same minute, and what RAM that takes."""
+    if quick:
+        model = _quickly(context, "model", "gpt2-124m", model)
+        repeats = _quickly(context, "repeats", 1, repeats)
     at_least("--repeats", repeats, 1)
     from ebbtide.bench.save import run
 
@@ -244,6 +294,12 @@ def overlap(
     from ebbtide.bench.overlap import run
 
     _print(run(unit, repeats), json)
+
+
+def _quickly(context: typer.Context, name: str, quick: Any, found: Any) -> Any:
+    """The quick value, unless another was asked for."""
+    source = context.get_parameter_source(name)
+    return quick if source is None or source.name == "DEFAULT" else found
 
 
 def _precision(asked: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -117,14 +117,29 @@ def print_result(result: Mapping[str, Any]) -> None:
         console.print(table)
 
 
+COLUMNS = 8
+"""As many fit 80 characters; what has more facts is written with one row a fact."""
+
+
 def rows_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     rows = list(rows)
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    if len(columns) > COLUMNS:
+        return _upright(title, rows, columns)
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
     for row in rows:
         table.add_row(*(show(column, row.get(column)) for column in columns))
+    return table
+
+
+def _upright(title: str, rows: Sequence[Mapping[str, Any]], facts: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for _ in range(1 + len(rows)):
+        table.add_column(overflow="fold")
+    for fact in facts:
+        table.add_row(fact, *(show(fact, row.get(fact)) for row in rows))
     return table
 
 
