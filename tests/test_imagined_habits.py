@@ -17,6 +17,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -686,6 +687,59 @@ def left_over() -> set[int]:
 def _steady(text: str) -> str:
     """A bar, without its seconds."""
     return "\r".join(part.split("[")[0] for part in text.split("\r"))
+
+
+def test_what_another_thread_puts_into_a_queue_meanwhile_stays() -> None:
+    queue: Queue[int] = Queue(2)
+    seen: list[int] = []
+
+    def produce() -> None:
+        for number in range(6):
+            queue.put(number)
+
+    def note(model: Net, x: torch.Tensor) -> None:
+        time.sleep(0.05)  # the other thread goes on meanwhile
+        seen.append(queue.get())
+
+    engine = ebbtide.initialize(
+        Net(note), config_of(precision="fp32", chunk_size="4KiB", device={"memory": 150_000}, clip=None)
+    )
+    thread = threading.Thread(target=produce, daemon=True)
+    thread.start()
+    try:
+        for rows in (4, 4, 6, 4, 5, 4):
+            engine.backward(engine(torch.zeros(rows, WIDTH)))
+            engine.step()
+    finally:
+        engine.close()
+    assert seen == list(range(6))
+
+
+def test_one_thing_that_cannot_be_put_back_leaves_the_others() -> None:
+    class Fixed(type):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            if name == "calls" and value == 0 and cls.calls:
+                raise TypeError("it only grows")
+            super().__setattr__(name, value)
+
+    class Growing(metaclass=Fixed):
+        calls = 0
+
+    seen: list[torch.Tensor] = []
+    empty = numpy.zeros((0, 4))
+
+    def note(model: Net, x: torch.Tensor) -> None:
+        Growing.calls += 1
+        seen.append(x.detach().mean() + empty.size)
+
+    engine = ebbtide.initialize(
+        Net(note), config_of(precision="fp32", chunk_size="4KiB", device={"memory": 150_000}, clip=None)
+    )
+    try:
+        engine(torch.zeros(4, WIDTH))
+        assert [type(one) for one in seen] == [torch.Tensor]
+    finally:
+        engine.close()
 
 
 def test_what_escapes_is_named() -> None:

@@ -48,14 +48,13 @@ class Planning:
         if known is not None and (self.roomy or not known.recalled or self._fits(known)):
             return known
         self._traces.forget(call.signature)
+        if not self.roomy:
+            self._compare(call)
         known = self._traces.cover(call.signature, whatever=self.roomy)
         if self.roomy or (known is not None and self._fits(known)):
             return known
-        sizes = self._traces.outgrown(call.signature)
-        if (
-            sizes is not None
-            and (larger := with_sizes(call, sizes, self._room.store.backend.device)) is not None
-        ):
+        larger = self._resized(call, self._traces.outgrown(call.signature))
+        if larger is not None:
             record = self._imagining.imagine(larger)
             if record is None:
                 self._traces.cannot_grow(call.signature)
@@ -66,6 +65,15 @@ class Planning:
                 return known
         record = self._imagining.imagine(call)
         return None if record is None else self._traces.foresee(record)
+
+    def _compare(self, call: Call) -> None:
+        """Once for a kind of input: whether the numbers in it make a difference."""
+        other = self._resized(call, self._traces.to_compare(call.signature))
+        if other is not None:
+            self._traces.compare(call.signature, self._imagining.imagine(other))
+
+    def _resized(self, call: Call, sizes: tuple[tuple[int, ...], ...] | None) -> Call | None:
+        return None if sizes is None else with_sizes(call, sizes, self._room.store.backend.device)
 
     def _fits(self, known: Known) -> bool:
         return self._traces.fits(known, self._traces.settings.device)

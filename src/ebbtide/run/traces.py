@@ -16,14 +16,14 @@ from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.record import Record
 from ebbtide.runtime.planning.shapes import (
     DERIVED,
-    STEPS,
+    NEAR,
     Kind,
     alike,
-    between,
+    beyond,
     grown,
     kind_of,
-    share_of,
-    within,
+    raised,
+    same,
 )
 
 REMEMBERED = 16
@@ -88,10 +88,10 @@ class Traces:
         self.offload = offload
         self.count = 0
         self._known: OrderedDict[str, Known] = OrderedDict()
-        self._derived: OrderedDict[tuple[str, str, int], Known] = OrderedDict()
-        """By the two shapes that one lies between, and where."""
-        self._idle: dict[tuple[str, ...], set[int]] = {}
-        """By structure: numbers among the arguments that make no difference."""
+        self._derived: OrderedDict[str, Known] = OrderedDict()
+        """What serves smaller shapes, by the signature that it is known from."""
+        self._idle: dict[tuple[str, ...], bool] = {}
+        """By structure: whether the numbers among the arguments make no difference, where that was tried."""
         self._one_size: set[tuple[str, ...]] = set()
         """Structures of which no pass of a larger size could be imagined."""
         self._least: tuple[Record, int] | None = None
@@ -108,7 +108,6 @@ class Traces:
         known = Known(record) if before is None else before.after(record)
         if record.source == "symbolic":
             known.imagined = record
-            self._compare(record)
         self._known[record.signature] = known
         self._known.move_to_end(record.signature)
         while len(self._known) > REMEMBERED:
@@ -125,28 +124,38 @@ class Traces:
                 and other.imagined is not None
                 and alike(record, other.imagined)
             ):
-                known.record = replace(record, source=DERIVED)
+                known.record = raised(replace(record, source=DERIVED), self._unimagined(kind))
         return known
 
-    def _compare(self, record: Record) -> None:
-        """Numbers that differ where the passes do not, but for what the sizes bring, make no difference."""
-        kind = kind_of(record.signature)
-        for signature, known in self._known.items():
-            other = kind_of(signature)
-            if known.imagined is None or signature == record.signature:
-                continue
-            if (other.covers(kind) and within(record, known.imagined)) or (
-                kind.covers(other) and within(known.imagined, record)
-            ):
-                differ = [
-                    i for i, (a, b) in enumerate(zip(kind.numbers, other.numbers, strict=True)) if a != b
-                ]
-                self._idle.setdefault(kind.structure, set()).update(differ)
+    def to_compare(self, signature: str) -> tuple[tuple[int, ...], ...] | None:
+        """Sizes to imagine a batch of, to see whether its numbers make a difference: those of a known one with others.
+        None where that was tried, or there is none."""
+        kind = kind_of(signature)
+        if kind.structure in self._idle:
+            return None
+        for name, known in self._known.items():
+            other = kind_of(name)
+            alike_but = other.structure == kind.structure and other.numbers != kind.numbers
+            if alike_but and known.imagined is not None:
+                return other.sizes
+        return None
+
+    def compare(self, signature: str, record: Record | None) -> None:
+        """`record`: the pass with the numbers of this signature, and the sizes that `to_compare` gave."""
+        kind = kind_of(signature)
+        sizes = None if record is None else kind_of(record.signature).sizes
+        self._idle[kind.structure] = record is not None and any(
+            same(record, known.imagined)
+            for name, known in self._known.items()
+            if known.imagined is not None
+            and kind_of(name).structure == kind.structure
+            and kind_of(name).sizes == sizes
+        )
 
     # -- by other shapes ------------------------------------------------------------------------------
 
     def cover(self, signature: str, whatever: bool = False) -> Known | None:
-        """What is known of a shape from those that enclose it. `whatever`: also where its numbers are others."""
+        """What is known of a shape from one that encloses it. `whatever`: also where its numbers are others."""
         kind = kind_of(signature)
         above = [
             (other, known)
@@ -158,46 +167,37 @@ class Traces:
         if not above:
             return None
         high, known = min(above, key=lambda one: (one[0].elements, one[1].record.peak))
+        if high.elements > NEAR * kind.elements:
+            return None
         self._known.move_to_end(known.record.signature)
-        return self._between(kind, high, known) or self._like(known)
+        return self._derive(high, known)
 
     def _same_numbers(self, kind: Kind, other: Kind) -> bool:
-        idle = self._idle.get(kind.structure, set())
-        return all(
-            a == b or i in idle for i, (a, b) in enumerate(zip(kind.numbers, other.numbers, strict=True))
-        )
+        return kind.numbers == other.numbers or self._idle.get(kind.structure, False)
 
-    def _between(self, kind: Kind, high: Kind, known: Known) -> Known | None:
-        """On the lowest line from a known shape to the one above; None where there is none."""
-        most, found = known.imagined, None
-        for name, other in self._known.items():
-            low, least = kind_of(name), other.imagined
-            if least is None or most is None or other is known or not high.covers(low):
-                continue
-            steps = share_of(kind, low, high)
-            if steps == STEPS or not self._same_numbers(low, high):
-                continue
-            peak = least.peak + (most.peak - least.peak) * steps // STEPS
-            if found is None or peak < found[0]:
-                found = peak, least, steps
-        if found is None or most is None:
-            return None
-        _, least, steps = found
-        record = between(least, most, steps)
-        return None if record is None else self._remember((least.signature, most.signature, steps), record)
-
-    def _like(self, known: Known) -> Known:
-        if known.imagined is None:
-            return known
-        return self._remember((known.imagined.signature, "", 0), known.imagined)
-
-    def _remember(self, key: tuple[str, str, int], record: Record) -> Known:
-        if key not in self._derived:
-            self._derived[key] = Known(replace(record, source=DERIVED))
+    def _derive(self, kind: Kind, known: Known) -> Known:
+        """Its plan, for smaller ones. What was only imagined lacks what passes of the kind took beside."""
+        record = known.record
+        if record.source == "symbolic" or known.imagined is record:
+            record = raised(record, self._unimagined(kind))
+        key = record.signature
+        found = self._derived.get(key)
+        if found is None or replace(found.record, source="") != replace(record, source=""):
+            found = self._derived[key] = Known(replace(record, source=DERIVED))
         self._derived.move_to_end(key)
-        while len(self._derived) > STEPS:
+        while len(self._derived) > REMEMBERED:
             self._derived.popitem(last=False)
-        return self._derived[key]
+        return found
+
+    def _unimagined(self, kind: Kind) -> int:
+        """As far as smaller passes have shown, as it grows with the sizes."""
+        found = 0
+        for name, known in self._known.items():
+            other = kind_of(name)
+            if other.structure == kind.structure and known.record.source == "live" and known.imagined:
+                times = max(1.0, kind.elements / max(1, other.elements))
+                found = max(found, math.ceil(times * beyond(known.record, known.imagined)))
+        return found
 
     def outgrown(self, signature: str) -> tuple[tuple[int, ...], ...] | None:
         """Sizes to imagine in place of those of a batch that is larger than what is known of its kind; None where
@@ -273,6 +273,9 @@ class Traces:
         """The model's chunks have changed: every plan is made again."""
         self.shape = shape
         self.settle(device)
-        for known in (*self._known.values(), *self._derived.values()):
+        self._derived.clear()
+        for signature, known in list(self._known.items()):
             known.plans.clear()
-            known.followed = False
+            known.followed, known.imagined = False, None
+            if known.record.source != "live":
+                self.forget(signature)

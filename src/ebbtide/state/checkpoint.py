@@ -218,11 +218,11 @@ def _compare(folder: Path, stored: Mapping[str, Any], parts: Mapping[str, Part])
 
 
 def _compare_dtypes(folder: Path, known: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
-    """Floating numbers become others of another width; nothing else becomes anything else."""
+    """Floating numbers become other floating numbers; nothing else becomes anything else."""
     for key in sorted(set(known) & set(parts)):
         found, expected = known[key].properties.dtype, parts[key].dtype
         converted = found.is_floating_point and expected.is_floating_point
-        if found != expected and not (converted and found.itemsize != expected.itemsize):
+        if found != expected and not converted:
             raise ConfigError(
                 f"load: '{folder}' is of another model: {key!r} is {found}, expected {expected}"
             )

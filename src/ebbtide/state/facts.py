@@ -34,7 +34,6 @@ NEEDED = (
 )
 BESIDE = ("rank_counts",)
 """Was not there always."""
-_SETTING = (int, float, str, bool, type(None))
 
 
 def look_at(
@@ -72,10 +71,7 @@ def _group(group: Plain, number: int) -> None:
     params, settings = group.fields("params", "settings")
     for one in params.entries():
         one.text()
-    for key, value in settings.items().items():
-        several = value.value if isinstance(value.value, list) else [value.value]
-        if not all(isinstance(one, _SETTING) for one in several):
-            value.wrong(f"a setting as {key}")
+    settings.items()
     try:
         require_settings(settings.value, number)
     except ConfigError as error:
@@ -98,6 +94,8 @@ def _tensors(tensors: Plain, shapes: Mapping[str, Any], sizes: Mapping[str, int]
         shape, stride = (one.numbers() for one in described.entries(2))
         if len(shape) != len(stride):
             described.wrong("as many strides as sizes")
+        if not _is_dense(shape, stride):
+            described.wrong("strides of elements that lie one after the other")
         if key not in sizes or prod(shape) != sizes[key]:
             described.wrong(f"the shape of {sizes.get(key, 'a tensor that is there')} elements")
         if key in shapes and shapes[key] != (shape, stride):
@@ -105,6 +103,16 @@ def _tensors(tensors: Plain, shapes: Mapping[str, Any], sizes: Mapping[str, int]
     missing = set(sizes) - set(tensors.value)
     if missing:
         tensors.wrong(f"the shape of {min(missing)}", found="none")
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """In whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _trace(trace: Plain, parameters: int) -> None:

@@ -53,7 +53,7 @@ class Plain:
         return [Plain(one, f"{self.place}[{place}]") for place, one in enumerate(self.value)]
 
     def text(self) -> str:
-        if not isinstance(self.value, str):
+        if not isinstance(self.value, str) or any("\ud800" <= one <= "\udfff" for one in self.value):
             self.wrong("text")
         return self.value
 

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections import deque
 from functools import _lru_cache_wrapper
-from types import CellType, FrameType, ModuleType
+from types import CellType, FrameType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.tracing.imagining_flag import ImaginedMode
 
+FEW = 5
+"""Tensors that are named: to ask what holds one looks at all that there is."""
+_WALKERS = ("list_iterator", "generator", "list_reverseiterator")
 DEPTH = 6
 """Containers within containers that are followed to the one that has a name."""
 
@@ -32,55 +35,94 @@ class Escapes:
         self._modes.append(weakref.ref(mode))
 
     def find(self) -> list[str]:
-        """What holds each of them, in words; caches of Python's are emptied, and not among it."""
+        """What holds them, in words: a few of many. Caches of Python's are emptied, and not among it."""
+        try:
+            return self._find()
+        except Exception:  # what is asked here is the user's, and may raise whatever it likes
+            return []
+
+    def _find(self) -> list[str]:
         if not any(ref() is not None for ref in self._modes):
             return []
         gc.collect()  # what hangs on itself only
         modes = {id(mode) for ref in self._modes if (mode := ref()) is not None}
         self._modes.clear()
+        mode = None
         if not modes:
             return []
         fakes = [one for one in gc.get_objects() if type(one) is FakeTensor and id(one.fake_mode) in modes]
         found: dict[str, None] = {}
-        for fake in fakes:
+        for fake in fakes[:FEW]:
             held = _holder(fake, {id(fakes)})
             if held:
                 found[f"{held}, of shape {tuple(fake.shape)}"] = None
         return list(found)
 
 
-def _holder(value: Any, apart: set[int], depth: int = DEPTH) -> str:
+def _holder(value: Any, apart: set[int]) -> str:
     """The first name on the way to what holds a value; empty where nothing that has one does."""
-    for one in gc.get_referrers(value) if depth else ():
-        if id(one) in apart or isinstance(one, FrameType | torch.Tensor):
-            continue
-        if isinstance(one, _lru_cache_wrapper):
-            one.cache_clear()
-        elif isinstance(one, CellType):
-            return "a variable that a function closes over"
-        elif isinstance(one, dict) and (named := _named(one, value)):
-            return named
-        elif isinstance(one, dict | list | set | tuple | deque):
-            further = _holder(one, apart | {id(value)}, depth - 1)
-            return f"a {type(one).__name__}" + (f" in {further}" if further else "")
-        else:
-            return _attribute(one, value)
-    return ""
+    kinds: list[str] = []
+    for _ in range(DEPTH):
+        holders = gc.get_referrers(value)
+        apart = {*apart, id(holders), id(value)}
+        container = None
+        for one in holders:
+            if id(one) in apart or isinstance(one, FrameType | torch.Tensor):
+                continue
+            if type(one) is _lru_cache_wrapper:
+                one.cache_clear()
+            elif type(one) is CellType:
+                return _of(kinds, "a variable that a function closes over")
+            elif isinstance(one, dict) and (named := _named(one, value)):
+                return _of(kinds, named)
+            elif isinstance(one, dict | list | set | tuple | deque):
+                container = one
+            elif type(one).__name__ not in _WALKERS:
+                return _of(kinds, _attribute(one, value))
+        if container is None:
+            return _of(kinds[:-1], kinds[-1]) if kinds else ""
+        kinds.append(f"a {type(container).__name__}")
+        value = container
+    return _of(kinds[:-1], kinds[-1])
+
+
+def _of(kinds: list[str], name: str) -> str:
+    return " in ".join([*kinds, name])
 
 
 def _named(names: dict[Any, Any], value: Any) -> str:
     """Where the dict is one of a module's or an object's names."""
-    key = next((key for key, one in names.items() if one is value), None)
+    key = next((key for key, one in list(dict.items(names)) if one is value), None)
     for owner in gc.get_referrers(names):
-        if getattr(owner, "__dict__", None) is names:
+        if _names_of(owner) is names:
             named = isinstance(owner, ModuleType)
             return f"{owner.__name__}.{key}" if named else f"attribute {key!r} of a {type(owner).__name__}"
     return ""
 
 
+def _names_of(owner: Any) -> dict[str, Any]:
+    """Asked without code of the user's."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return found
+
+
 def _attribute(owner: Any, value: Any) -> str:
-    slots = [name for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
-    for name in (*getattr(owner, "__dict__", ()), *slots):
-        if getattr(owner, name, None) is value:
-            return f"attribute {name!r} of a {type(owner).__name__}"
-    return f"a {type(owner).__name__}"
+    kind = type(owner)
+    for name, one in _names_of(owner).items():
+        if one is value:
+            return f"attribute {name!r} of a {kind.__name__}"
+    for one in kind.__mro__:
+        for name, slot in vars(one).items():
+            if isinstance(slot, MemberDescriptorType) and _held_in(slot, owner) is value:
+                return f"attribute {name!r} of a {kind.__name__}"
+    return f"a {kind.__name__}"
+
+
+def _held_in(slot: MemberDescriptorType, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:  # nothing yet
+        return None

@@ -171,7 +171,7 @@ class Numbers:
     """An array that is written in place: of NumPy, of `array`, or bytes."""
 
     def __init__(self, held: Any) -> None:
-        self._held, self._contents = held, held[:].copy() if hasattr(held, "copy") else held[:]
+        self._held, self._contents = held, held[...].copy() if hasattr(held, "shape") else held[:]
 
     def values(self) -> Iterable[Any]:
         return ()
@@ -179,8 +179,12 @@ class Numbers:
     def replace(self, other: Other) -> None: ...
 
     def put_back(self) -> None:
-        if bytes(memoryview(self._held).cast("B")) != bytes(memoryview(self._contents).cast("B")):
-            self._held[:] = self._contents
+        if not hasattr(self._held, "shape"):
+            if self._held != self._contents:
+                self._held[:] = self._contents
+        elif self._held.tobytes() != self._contents.tobytes():
+            self._held.flags.writeable = True
+            self._held[...] = self._contents
 
 
 class Undone:

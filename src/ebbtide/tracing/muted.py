@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from queue import Empty, Queue
 from typing import Any
 
 from ebbtide.tracing.imagining_flag import imagining
@@ -26,6 +27,45 @@ def muted(files: Iterable[Any]) -> Iterator[None]:
             handler.addFilter(_is_real)
             stack.callback(handler.removeFilter, _is_real)
         yield
+
+
+@contextmanager
+def aside(queues: Iterable[Queue[Any]], bars: Iterable[Any]) -> Iterator[None]:
+    """The imagined pass puts into copies of queues and takes from them; other threads go on with the queues. A progress
+    bar, which keeps its stream's `write`, is switched off: its attributes are put back."""
+    put = [(queue, name) for queue in queues for name in _divert(queue)]
+    try:
+        for bar in bars:
+            bar.disable = True
+        yield
+    finally:
+        for queue, name in put:
+            vars(queue).pop(name, None)
+
+
+def _divert(queue: Queue[Any]) -> list[str]:
+    with queue.mutex:
+        content = list(queue.queue)
+
+    def take(*_: Any, **__: Any) -> Any:
+        if not content:
+            raise Empty
+        return content.pop(0)
+
+    instead: dict[str, Callable[..., Any]] = {
+        "put": lambda item, *_, **__: content.append(item),
+        "get": take,
+        "task_done": lambda: None,
+        "join": lambda: None,
+    }
+    found = [name for name in instead if name not in vars(queue)]
+    for name in found:
+        setattr(queue, name, _if_imagining(instead[name], getattr(queue, name)))
+    return found
+
+
+def _if_imagining(instead: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: (instead if imagining() else real)(*args, **kwargs)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
-from ebbtide.tracing.holdings import Cell, ClassAttributes, Holding, Mapping, Names, Undone, holding
+from ebbtide.tracing.holdings import Cell, ClassAttributes, Holding, Mapping, Names, holding
 
 MOST = 100_000
 """Entries that are looked at beside modules' attributes: a hook may be bound to a trainer that has a data set."""
@@ -44,11 +44,13 @@ _HOLDERS = (SimpleNamespace, threading.local)
 
 class Reach:
     """`held`: what may change, and up to how many tensors in it are imagined: none where others may look at it while a
-    pass is imagined. `files`: those that are open for writing."""
+    pass is imagined. `files`: those that are open for writing; `bars`: of progress."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Holding, float]] = []
         self.files: list[Any] = []
+        self.queues: list[Queue[Any]] = []
+        self.bars: list[Any] = []
         self.gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._seen: set[int] = set()
         self._left = MOST
@@ -56,7 +58,7 @@ class Reach:
 
     def module(self, module: nn.Module) -> None:
         """All that it and its children have."""
-        self._module(module)
+        self._module(module, math.inf)
         self._walk()
 
     def function(self, function: Callable[..., Any]) -> None:
@@ -83,20 +85,22 @@ class Reach:
 
     def _value(self, value: Any, most: float) -> None:
         if isinstance(value, nn.Module):
-            self._module(value)
+            self._module(value, most)
         elif isinstance(value, torch.Tensor | ModuleType):
             return
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, tuple):
-            self._todo += [(one, most) for one in tuple.__iter__(value)]
+            if self._is_new(value, tuple.__len__(value)):
+                self._todo += [(one, most) for one in tuple.__iter__(value)]
         elif isinstance(value, FunctionType | MethodType | partial):
             self._code(value)
         elif isinstance(value, io.IOBase):
             if self._is_new(value) and not value.closed and value.writable():
                 self.files.append(value)
         elif isinstance(value, Queue):
-            self._queue(value)
+            if self._is_new(value):
+                self.queues.append(value)
         elif isinstance(value, WeakKeyDictionary | WeakValueDictionary):
             self._value(value.data, 0)  # type: ignore[union-attr]
         else:
@@ -104,7 +108,8 @@ class Reach:
 
     def _object(self, value: Any, most: float) -> None:
         """What it holds itself, and what it has as attributes."""
-        entries = len(value) if isinstance(value, dict | list | set) else 1
+        kinds: tuple[Any, ...] = (dict, list, set, deque)
+        entries = next((kind.__len__(value) for kind in kinds if isinstance(value, kind)), 1)
         if id(value) in self._seen:
             return
         if (found := self._holding(value, entries)) is not None:
@@ -115,28 +120,17 @@ class Reach:
             if not isinstance(value, _HOLDERS) and not is_dataclass(value):
                 most = 0  # a trainer, say, whose loader has threads
             self._hold(Mapping(vars(value)), most)
-            self._still(value)
+            if _package(type(value)) == "tqdm" and "disable" in vars(value):
+                self.bars.append(value)
             if _is_users(type(value).__module__):
                 self._class(type(value))
 
     def _holding(self, value: Any, entries: int) -> Holding | None:
         return holding(value) if self._is_new(value, entries) else None
 
-    def _still(self, value: Any) -> None:
-        """A progress bar keeps its stream's `write`: it is switched off, which is put back with its attributes."""
-        if _package(type(value)) == "tqdm" and "disable" in vars(value):
-            value.disable = True
-
-    def _queue(self, value: Queue[Any]) -> None:
-        """What is put into it is taken out again, unless a thread was faster."""
-        if self._is_new(value):
-            content = holding(value.queue)
-            if content is not None:
-                self.held.append((Undone(partial(_requeue, value, content, value.unfinished_tasks)), 0))
-
     # -- modules and classes --------------------------------------------------------------------------
 
-    def _module(self, module: nn.Module) -> None:
+    def _module(self, module: nn.Module, most: float) -> None:
         """Parameters are replaced by what imagines, where they are managed; their gradients are put back anyhow."""
         for child in module.modules():
             if id(child) in self._seen:
@@ -144,12 +138,14 @@ class Reach:
             self._seen.add(id(child))
             attributes = vars(child)
             self.held += [
-                (Mapping(attributes), math.inf),
-                (Mapping(child._buffers), math.inf),
+                (Mapping(attributes), most),
+                (Mapping(child._buffers), most),
                 (Mapping(child._modules), 0),
             ]
             self.gradients += [(p, p.grad) for p in child._parameters.values() if type(p) is nn.Parameter]
-            self._todo += [(attributes[name], TENSORS) for name in attributes if name not in _ELSEWHERE]
+            self._todo += [
+                (attributes[name], min(most, TENSORS)) for name in attributes if name not in _ELSEWHERE
+            ]
             self._class(type(child))
 
     def _class(self, kind: type) -> None:
@@ -215,12 +211,6 @@ class Reach:
                     follow = own or type(value) in _CONTAINERS or isinstance(value, _lru_cache_wrapper)
                 if follow:
                     self._todo.append((value, 0))
-
-
-def _requeue(queue: Queue[Any], content: Holding, unfinished: int) -> None:
-    with queue.mutex:
-        content.put_back()
-        queue.unfinished_tasks = unfinished
 
 
 def _mentioned(code: CodeType) -> set[str]:

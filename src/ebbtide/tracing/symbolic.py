@@ -198,7 +198,7 @@ def trace_symbolically(
         if not known.count:
             raise
     # Something wrote what is imagined into what is known.
-    return copy_context().run(imagine, KnownValues(look=False))
+    return copy_context().run(imagine, KnownValues(free - fixed - inputs, look=False))
 
 
 def _trace(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.tracing.muted import muted
+from ebbtide.tracing.muted import aside, muted
 from ebbtide.tracing.reach import Reach, again
 
 
@@ -32,15 +32,26 @@ def unchanged(
     if function is not module:
         reach.function(function)
     try:
-        with muted(reach.files):
+        with muted(reach.files), aside(reach.queues, reach.bars):
             _replace(reach, imagined)
             yield
     finally:
-        for parameter, gradient in gradients + reach.gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-        for held, _ in reach.held:
+        _put_back(reach, gradients)
+
+
+def _put_back(reach: Reach, gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """All of it, whatever some of it raises."""
+    failed: Exception | None = None
+    for parameter, gradient in gradients + reach.gradients:
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+    for held, _ in reach.held:
+        try:
             held.put_back()
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _replace(reach: Reach, imagined: Callable[[torch.Tensor], torch.Tensor]) -> None:

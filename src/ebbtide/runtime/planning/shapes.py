@@ -1,9 +1,8 @@
 """What is known of one shape of input, from those of others: pure.
 
 Batches of one kind differ in some sizes (padded texts), or in numbers that are counted up (a step). A shape that is
-nowhere larger than a known one needs no trace: it takes no more at any moment. What it takes at most lies on the line
-between two known shapes that enclose it, for bytes grow with sizes by sums of products of them: such functions lie below
-their chords.
+nowhere larger than a known one needs no trace: it takes no more at any moment. No more is taken for granted: what lies
+between two known shapes may be rounded up to the larger one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, prod
+from math import prod
 
 from ebbtide.record import Record, Saved
 
@@ -19,11 +18,11 @@ DERIVED = "derived"
 """The source of a record that was made from those of other shapes."""
 GROWTH = 2
 """So much larger, at most, than a batch that outgrows what is known is the one that is imagined: more are to come."""
-STEPS = 32
-"""Shapes between two known ones are rounded up to so many, that few plans serve all of them."""
+NEAR = 8
+"""A known shape that has more than so many times the elements says too little: the small one is traced itself."""
 
 _TENSOR = re.compile(r"\(([\d, ]*)\)(torch\.\w+)")
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?\d{1,18}")
 
 
 @dataclass(frozen=True)
@@ -89,40 +88,6 @@ def grown(kind: Kind, known: Kind, times: float) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def share_of(kind: Kind, low: Kind, high: Kind) -> int:
-    """How far from the low one to the high one it lies, at most, in steps; `STEPS` where only the high one is as
-    large."""
-    shares = []
-    for size, least, most in zip(kind.flat, low.flat, high.flat, strict=True):
-        if size > least:
-            shares.append(STEPS if most == least else ceil(STEPS * (size - least) / (most - least)))
-    return min(max(shares, default=0), STEPS)
-
-
-def between(low: Record, high: Record, steps: int) -> Record | None:
-    """What a shape takes at most that lies so far from the low one to the high one. None where the two passes are not
-    made of the same moments."""
-    if not alike(low, high):
-        return None
-
-    def at(least: int, most: int) -> int:
-        return least + max(0, ceil((most - least) * steps / STEPS))
-
-    moments = tuple(
-        replace(b, peak=at(a.peak, b.peak), alive=at(a.alive, b.alive))
-        for a, b in zip(low.moments, high.moments, strict=True)
-    )
-    saved = tuple(replace(b, bytes=at(a.bytes, b.bytes)) for a, b in zip(low.saved, high.saved, strict=True))
-    return replace(
-        high,
-        moments=moments,
-        saved=saved,
-        between=at(low.between, high.between),
-        at_backward=at(low.at_backward, high.at_backward),
-        source=DERIVED,
-    )
-
-
 def alike(one: Record, other: Record) -> bool:
     """Whether two passes differ in bytes alone."""
     return (
@@ -138,8 +103,21 @@ def _times(saved: Saved) -> tuple[int, int, int, bool]:
     return saved.first, saved.alone, saved.back, saved.checkpoint
 
 
-def within(one: Record, other: Record) -> bool:
-    """Whether a pass is like another and takes no more at any moment."""
-    return alike(one, other) and all(
-        a.peak <= b.peak and a.alive <= b.alive for a, b in zip(one.moments, other.moments, strict=True)
-    )
+def same(one: Record, other: Record) -> bool:
+    """Whether two passes take the same at every moment."""
+    return alike(one, other) and [(m.peak, m.alive) for m in one.moments] == [
+        (m.peak, m.alive) for m in other.moments
+    ]
+
+
+def raised(record: Record, count: int) -> Record:
+    """The same pass with so many bytes more at every moment."""
+    moments = tuple(replace(m, peak=m.peak + count, alive=m.alive + count) for m in record.moments)
+    return replace(record, moments=moments)
+
+
+def beyond(live: Record, imagined: Record) -> int:
+    """What a pass took at most that was not imagined."""
+    if not alike(live, imagined):
+        return 0
+    return max((a.peak - b.peak for a, b in zip(live.moments, imagined.moments, strict=True)), default=0)
