@@ -19,6 +19,7 @@ from ebbtide.disk.space import READ, DiskSpace
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError
 from ebbtide.memory.ledger import Ledger
+from ebbtide.run import traces
 from ebbtide.run.tiers import Tiers
 from harness import config_of
 
@@ -28,6 +29,12 @@ SSD = 64 << 20
 ROOMY = (60_000_000, 0)
 Batch = tuple[int, int]
 """(seed, how many times the zoo's batch)."""
+
+
+@pytest.fixture(autouse=True)
+def _plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size has its own here, also where a larger one's would do."""
+    monkeypatch.setattr(traces, "NEAR", 1)
 
 
 def engine_with(folder: Path, memory: tuple[int, int], io: FaultyIO | None = None, **changes: Any) -> Engine:
