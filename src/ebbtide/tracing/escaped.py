@@ -1,7 +1,7 @@
 """Tensors of an imagined pass that outlive it: which they are, and what holds them.
 
-They have no values, so whatever uses one later fails far from where it was kept. The fake mode of a pass lives as long
-as any tensor of it does: where it is gone, nothing has to be looked for.
+They have no values, so whatever uses one later fails far from where it was kept. The pass's meter knows which storages
+are still alive: where none is, nothing has to be looked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.tracing.imagining_flag import ImaginedMode
+from ebbtide.tracing.meter import StorageMeter
 
 FEW = 5
 """Tensors that are named: to ask what holds one looks at all that there is."""
@@ -29,10 +30,10 @@ class Escapes:
     """Of the passes that were imagined since it was made."""
 
     def __init__(self) -> None:
-        self._modes: list[weakref.ref[ImaginedMode]] = []
+        self._passes: list[tuple[weakref.ref[ImaginedMode], StorageMeter]] = []
 
-    def watch(self, mode: ImaginedMode) -> None:
-        self._modes.append(weakref.ref(mode))
+    def watch(self, mode: ImaginedMode, meter: StorageMeter) -> None:
+        self._passes.append((weakref.ref(mode), meter))
 
     def find(self) -> list[str]:
         """What holds them, in words: a few of many. Caches of Python's are emptied, and not among it."""
@@ -42,21 +43,25 @@ class Escapes:
             return []
 
     def _find(self) -> list[str]:
-        if not any(ref() is not None for ref in self._modes):
+        if not any(meter.holds for _, meter in self._passes):
             return []
         gc.collect()  # what hangs on itself only
-        modes = {id(mode) for ref in self._modes if (mode := ref()) is not None}
-        self._modes.clear()
-        mode = None
-        if not modes:
+        left = [(ref(), meter) for ref, meter in self._passes if meter.holds]
+        self._passes.clear()
+        if not left:
             return []
-        fakes = [one for one in gc.get_objects() if type(one) is FakeTensor and id(one.fake_mode) in modes]
+        fakes = [one for one in gc.get_objects() if type(one) is FakeTensor and _is_of(one, left)]
         found: dict[str, None] = {}
         for fake in fakes[:FEW]:
-            held = _holder(fake, {id(fakes)})
+            held = _holder(fake, {id(fakes), id(left)})
             if held:
                 found[f"{held}, of shape {tuple(fake.shape)}"] = None
         return list(found)
+
+
+def _is_of(fake: Any, passes: list[tuple[ImaginedMode | None, StorageMeter]]) -> bool:
+    """Whether one of these passes made it."""
+    return any(fake.fake_mode is mode and meter.knows(fake.untyped_storage()) for mode, meter in passes)
 
 
 def _holder(value: Any, apart: set[int]) -> str:

@@ -92,6 +92,11 @@ class StorageMeter(TorchDispatchMode):
         for value in tensors_in(values):
             self._note(value)
 
+    @property
+    def holds(self) -> bool:
+        """Whether any storage that was made under it is still alive."""
+        return bool(self._refs)
+
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._refs
 

@@ -219,12 +219,12 @@ def _trace(
     known: KnownValues,
 ) -> Record:
     mode = ImaginedMode()
-    if escapes is not None:
-        escapes.watch(mode)
     fake, weights = _fakes(mode, parameters)
     # Held as long as the pass: where forward puts another tensor in a buffer's place, its address is not anybody's next.
     kept: dict[int, torch.UntypedStorage] = {}
     meter = StorageMeter(lambda storage: storage in weights or storage in kept, rules=rules)
+    if escapes is not None:
+        escapes.watch(mode, meter)
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
     observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
     hooks = _hooked(fake, observer)
