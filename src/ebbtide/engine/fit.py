@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from ebbtide.plan.uses import SCALARS
 from ebbtide.record import Record
 from ebbtide.run.session import Session
 from ebbtide.runtime.planning.call import Call, call_of
+from ebbtide.tracing.alone import arguments_of
 from ebbtide.units import format_size
 
 
@@ -72,13 +73,7 @@ def fit(
 
 
 def _call(session: Session, module: nn.Module, batch: Any, function: Callable[..., Any]) -> Call:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(batch, Mapping):
-        kwargs = dict(batch)
-    else:
-        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    call = call_of(module, function, args, kwargs)
+    call = call_of(module, function, *arguments_of(batch))
     if function is module:
         return call
     return replace(call, function=partial(session.interceptor.around, function))

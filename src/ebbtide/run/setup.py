@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -123,11 +123,13 @@ def warn_of_slow_products(choice: Choice, kind: str) -> None:
 
 
 def is_dense(parameter: torch.Tensor) -> bool:
+    return has_no_gaps(parameter.shape, parameter.stride())
+
+
+def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill their storage span without gaps or overlaps, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted(
-        (st, sz) for st, sz in zip(parameter.stride(), parameter.shape, strict=True) if sz != 1
-    ):
+    for stride, size in sorted((st, sz) for st, sz in zip(strides, shape, strict=True) if sz != 1):
         if stride != expected:
             return False
         expected *= size

@@ -178,7 +178,7 @@ class Traces:
     def _derive(self, kind: Kind, known: Known) -> Known:
         """Its plan, for smaller ones. What was only imagined lacks what passes of the kind took beside."""
         record = known.record
-        if record.source == "symbolic" or known.imagined is record:
+        if record.source == "symbolic":
             record = raised(record, self._unimagined(kind))
         key = record.signature
         found = self._derived.get(key)
@@ -211,9 +211,8 @@ class Traces:
         if not known or kind.structure in self._one_size or any(other.covers(kind) for other in known):
             return None
         largest = max(known, key=lambda one: one.elements)
-        most = (
-            self.settings.device - 2 * self.shape.largest
-        )  # what grows with the square of a size may come to that
+        # What grows with the square of a size may come to that.
+        most = self.settings.device - 2 * self.shape.largest
         return grown(kind, largest, math.sqrt(max(1.0, most / max(1, known[largest]))))
 
     def cannot_grow(self, signature: str) -> None:

@@ -18,11 +18,11 @@ from ebbtide.errors import ConfigError, IntegrityError
 from ebbtide.kernels import require_settings
 from ebbtide.record import PHASES, Record
 from ebbtide.run.scaler import LossScaler
+from ebbtide.run.setup import has_no_gaps
 from ebbtide.state.plain import LARGEST, Plain
 
 NEEDED = (
     "steps",
-    "rank_counts",
     "counts",
     "groups",
     "scaler",
@@ -42,7 +42,7 @@ def look_at(
     """`shapes`: what the index says of tensors, where it does; `sizes`: elements by tensor of the index."""
     plain = Plain.parse(content, place)
     known = plain.items()
-    plain.fields(*(name for name in NEEDED if name not in BESIDE), others=BESIDE)
+    plain.fields(*NEEDED, others=BESIDE)
     known["steps"].number()
     known["ranks"].number(1)
     known["device"].text()
@@ -94,7 +94,7 @@ def _tensors(tensors: Plain, shapes: Mapping[str, Any], sizes: Mapping[str, int]
         shape, stride = (one.numbers() for one in described.entries(2))
         if len(shape) != len(stride):
             described.wrong("as many strides as sizes")
-        if not _is_dense(shape, stride):
+        if not has_no_gaps(shape, stride):
             described.wrong("strides of elements that lie one after the other")
         if key not in sizes or prod(shape) != sizes[key]:
             described.wrong(f"the shape of {sizes.get(key, 'a tensor that is there')} elements")
@@ -103,16 +103,6 @@ def _tensors(tensors: Plain, shapes: Mapping[str, Any], sizes: Mapping[str, int]
     missing = set(sizes) - set(tensors.value)
     if missing:
         tensors.wrong(f"the shape of {min(missing)}", found="none")
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """In whatever order of dimensions."""
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _trace(trace: Plain, parameters: int) -> None:
@@ -154,7 +144,7 @@ def _trace(trace: Plain, parameters: int) -> None:
 
 
 def look_at_state(state: Any, place: str) -> None:
-    """What this rank goes on with. Random numbers are tried on generators of nobody."""
+    """What this rank goes on with. Random numbers are tried on generators made for it."""
     if (
         not isinstance(state, dict)
         or set(state) != {"user", "random"}

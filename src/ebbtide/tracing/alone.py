@@ -53,7 +53,7 @@ def trace(
     A module that no pass can be imagined of (control flow by values, an operator without a fake kernel) gets an
     estimate by layer type, and a note that says so.
     """
-    args, kwargs = _arguments(example)
+    args, kwargs = arguments_of(example)
     _check_arguments(module, args, kwargs)
     named = dict(module.named_parameters())
     if not named:
@@ -109,7 +109,8 @@ def trace(
     return Trace(record, tensors, trained, tuple(run.parameters for run in runs), note)
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keyword arguments as a mapping, positional ones as a tuple, or one tensor."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}

@@ -191,9 +191,8 @@ def trace_symbolically(
     )
     known = KnownValues(free - fixed - inputs)
     try:
-        return copy_context().run(
-            imagine, known
-        )  # what the user's code sets in its context, it sets in this copy
+        # What the user's code sets in its context, it sets in this copy.
+        return copy_context().run(imagine, known)
     except Exception:
         if not known.count:
             raise
