@@ -2,17 +2,24 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
 
+import sampling
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has whatever it runs in the background ignore interrupts, and some tests are about those.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.take(all_cases="not heavy" not in config.option.markexpr)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,9 +33,12 @@ def imagined_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Long proofs imagine each pass, for that must not break a budget either."""
     if "heavy" not in request.keywords:
         from ebbtide.run import recording
-        from imagined import once  # the zoo takes seconds to import
+        from imagined import once
 
-        monkeypatch.setattr(recording, "trace_symbolically", once(recording.trace_symbolically))
+        monkeypatch.setattr(recording, "trace_symbolically", once(recording.trace_symbolically, _imagined))
+
+
+_imagined: dict[Hashable, Any] = {}
 
 
 @pytest.fixture

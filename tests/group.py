@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+import sampling
+
 PATIENCE = 120.0
 """Seconds that a call may take."""
 
@@ -31,13 +33,18 @@ class RankError(AssertionError):
     """What went wrong in a rank."""
 
 
-def _work(rank: int, size: int, store: str, asked: Any, answers: Any) -> None:
+def _work(rank: int, size: int, store: str, remember: bool, asked: Any, answers: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch.distributed as dist
 
+    if remember:
+        from ebbtide.run import recording
+        from imagined import once
+
+        recording.trace_symbolically = once(recording.trace_symbolically)  # type: ignore[assignment]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (order := asked.get()) is not None:
         number, function, arguments = order
@@ -107,7 +114,7 @@ class Group:
         self._answers = context.Queue()
         store = str(Path(self._folder.name) / "store")
         for rank, asked in enumerate(self._asked):
-            arguments = (rank, self.size, store, asked, self._answers)
+            arguments = (rank, self.size, store, not sampling.everything(), asked, self._answers)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)

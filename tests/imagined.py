@@ -1,4 +1,4 @@
-"""Passes of the zoo's models, imagined once a test instead of once an engine.
+"""Passes of small models, imagined once a process instead of once an engine.
 
 A symbolic trace is a function of the module, of what the engine knows of its parameters and of the batch's shapes;
 budgets, eviction and what a disk does have no part in it. Tests about those make many engines (each refused budget is
@@ -8,6 +8,7 @@ one), and took a third of their time to imagine the same pass again.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -17,18 +18,23 @@ from ebbtide.record import Record
 from ebbtide.tracing.cost import tensors_in
 from ebbtide.tracing.meter import storage_bytes
 
+PLAIN = (bool, int, float, str, type(None))
+
 AMPLE = 1 << 17
 """More bytes than what such a pass computes for real takes: with as many free, it does not matter how many are."""
 
 
-def once(imagine: Callable[..., Record]) -> Callable[..., Record]:
-    found: dict[Hashable, Record] = {}
+def once(
+    imagine: Callable[..., Record], found: dict[Hashable, Record] | None = None
+) -> Callable[..., Record]:
+    """`found`: what has been imagined before; others may share it."""
+    found = {} if found is None else found
 
     def remembered(
         module: nn.Module, *given: Any, saved: bool, free: float, function: Any, **others: Any
     ) -> Record:
         parameters, args, kwargs, signature, fixed, *_ = given
-        what = zoo.built(module)
+        what = zoo.built(module) or _made_like(module)
         if (
             what is None
             or function is not module
@@ -41,3 +47,30 @@ def once(imagine: Callable[..., Record]) -> Callable[..., Record]:
         return found[key]
 
     return remembered
+
+
+def _made_like(module: nn.Module) -> Hashable:
+    """What a module is but for its values: two that agree in it compute alike. None where it has more than numbers and
+    words to compute by."""
+    found = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        own = {key: value for key, value in vars(part).items() if key not in _EMPTY and not _is_ours(value)}
+        hooked = any(len(vars(part)[key]) > 1 for key in ("_forward_hooks", "_forward_pre_hooks"))
+        if hooked or not all(isinstance(value, PLAIN) for value in own.values()):
+            return None
+        parameters = tuple(id(value) for _, value in part.named_parameters(recurse=False))
+        buffers = tuple((key, value.shape, value.dtype) for key, value in part.named_buffers(recurse=False))
+        found.append((name, type(part), tuple(own.items()), parameters, buffers))
+    places: dict[int, int] = {}
+    return tuple(
+        (*rest, tuple(places.setdefault(one, len(places)) for one in parameters), buffers)
+        for *rest, parameters, buffers in found
+    )
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether the engine has set it."""
+    return isinstance(value, MethodType) or type(value).__module__.startswith("ebbtide.")
+
+
+_EMPTY = frozenset(vars(nn.Module())) - {"training"}

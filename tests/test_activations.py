@@ -25,6 +25,7 @@ from ebbtide.plan.activations import ALL, CHECKPOINTS, send_away
 from ebbtide.record import Moment, Record, Saved, event
 from ebbtide.run.activations import Activations
 from harness import Count, config_of, expected, facts, least_budget
+from sampling import some
 from test_exact import CHANGES, check
 from test_faults import train
 
@@ -73,7 +74,7 @@ def reference(steps: int = 4) -> str:
 # -- the same numbers, within the budget --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "mode", "which"), CASES)
+@pytest.mark.parametrize(("name", "mode", "which"), some(CASES, 7))
 def test_every_model_at_its_least(small: None, name: str, mode: str, which: str) -> None:
     config = config_of(offload_activations=which, **HOST)
     budget, done = least_budget(name, mode, 4, config)
@@ -96,7 +97,7 @@ def test_everything(small: None, name: str, mode: str, which: str, layout: str) 
     assert (done.stats["offloaded_bytes"] > 0) == (mode != "none" or which == "all")
 
 
-@pytest.mark.parametrize("change", [c for c in CHANGES if c not in ("lru", "list-order")])
+@pytest.mark.parametrize("change", some([c for c in CHANGES if c not in ("lru", "list-order")], 6))
 def test_settings(small: None, change: str) -> None:
     config = config_of(**CHANGES[change])
     peak, model_data, _ = facts("gpt2", "none", config | {"placement": "auto"})

@@ -26,6 +26,7 @@ from ebbtide.memory.passage import Passage
 from ebbtide.plan.activations import ALL, CHECKPOINTS, Room, send_away
 from ebbtide.plan.stage import passage_bytes
 from harness import Count, config_of, expected
+from sampling import crossed
 from test_activations import fail, fail_in_backward, long_batch, long_model, some_record
 from test_exact import CHANGES, MODES
 from test_ssd import follow, on_ssd
@@ -250,7 +251,7 @@ def test_exceptions_and_dropped_graphs_give_everything_back(make: Any, reference
 # -- faults ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("link", "host"), [(READ, 0), (WRITE, 0), (READ, 3_000_000), (WRITE, 3_000_000)])
+@pytest.mark.parametrize(("link", "host"), crossed([READ, WRITE], [0, 3_000_000]))
 def test_a_disk_that_errors_once(make: Any, reference: str, link: str, host: int) -> None:
     """The file and the bytes are named, nothing is lost, and the step can be made again."""
     places: set[int] = set()

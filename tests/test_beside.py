@@ -14,6 +14,9 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
 from harness import Count, config_of
+from sampling import few
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
 
 WIDTH, TOKENS = 64, 512
 
@@ -84,7 +87,7 @@ def test_of_an_engine_that_rests_while_another_one_works(steps: int) -> None:
 def test_gradients_of_the_batches_before(changes: dict[str, Any], tmp_path: Path) -> None:
     """They are there from the beginning of the second one, where the first one's activations were alone."""
     ran = 0
-    for memory in (*range(700_000, 1_500_000, 25_000), 4_000_000):
+    for memory in few((*range(700_000, 1_500_000, 25_000), 4_000_000), 12):
         tiers = {"device": {"memory": memory}, "host": {"memory": "32MB"}, "chunk_size": "16KiB"}
         disk = {"folder": str(tmp_path), "memory": "32MB"}
         config = config_of(

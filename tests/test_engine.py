@@ -24,6 +24,7 @@ from ebbtide.backend.slabs import in_pool
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.intercept.saved import end_regions
 from harness import batch_of, config_of
+from sampling import crossed
 
 TIGHT = {"device": {"memory": 1_400_000}}
 
@@ -452,19 +453,24 @@ def steps_of_chain(settings: dict[str, Any], rows: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("hosted", [[], ["layers.0"]], ids=["", "host modules"])
 @pytest.mark.parametrize(
-    "device, host, rows",
-    [
-        (6_000_000, 0, 2000),
-        (8_000_000, 0, 2000),
-        (600_000, 5_000_000, 2000),
-        (1_200_000, 5_000_000, 2000),
-        (1_900_000, 3_800_000, 416),
-    ],
-    ids=["one tier", "one tier, more", "device", "more device", "host"],
+    ("device", "host", "rows", "hosted", "changes"),
+    crossed(
+        [
+            pytest.param(6_000_000, 0, 2000, id="one tier"),
+            pytest.param(8_000_000, 0, 2000, id="one tier, more"),
+            pytest.param(600_000, 5_000_000, 2000, id="device"),
+            pytest.param(1_200_000, 5_000_000, 2000, id="more device"),
+            pytest.param(1_900_000, 3_800_000, 416, id="host"),
+        ],
+        [pytest.param([], id=""), pytest.param(["layers.0"], id="host modules")],
+        [
+            pytest.param({}, id="exact"),
+            pytest.param({"master": "separate"}, id="separate"),
+            pytest.param({"updates": "in-backward", "clip": None}, id="in-backward"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("changes", [{}, {"master": "separate"}, {"updates": "in-backward", "clip": None}])
 def test_following_a_refusals_advice_once_is_enough(
     device: int, host: int, rows: int, hosted: list[str], changes: dict[str, Any]
 ) -> None:

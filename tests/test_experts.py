@@ -27,6 +27,7 @@ from ebbtide.errors import RanksError, StateError
 from ebbtide.layout import ALIGNMENT, Bank, Layout, Slicing, TensorSpec, build_spread_layout, odd_bank
 from group import RankError, group_of
 from harness import config_of
+from sampling import crossed
 
 EXPERTS, WIDTH, BATCH, LENGTH, STEPS = 4, 32, 8, 12, 20
 
@@ -202,8 +203,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-@pytest.mark.parametrize("name", ["switch", "mixtral"])
+@pytest.mark.parametrize(("change", "name"), crossed(CHANGES, ["switch", "mixtral"]))
 def test_placement_changes_no_number(name: str, change: str) -> None:
     wanted = everything_fits(name, 2)
     found = group_of(2).run(train, name, config_of(**CHANGES[change]), 4)

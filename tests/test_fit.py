@@ -233,6 +233,20 @@ def test_a_budget_that_is_found(name: str, wish: str) -> None:
         assert stats["budget_bytes"]["device"] <= fit.least * (1.5 if name == "a_gan" else 1)
 
 
+def test_a_reference_has_the_room_that_its_policy_leaves_while_it_waits() -> None:
+    """Not the peak of one beside the peak of the other."""
+    engines = Engines(64_000_000)
+    try:
+        policy, frozen = engines(Deep(1)), engines(Deep(1).requires_grad_(False))
+        x = drawn(0, ROWS, WIDTH)
+        alone, beside = policy.fit(x, loss=lambda out: out.log_softmax(-1).mean()), frozen.fit(evaluate=[x])
+        assert beside.stays < beside.least // 3
+        assert (alone + beside).least == (beside + alone).least == alone.least + beside.stays
+        assert (alone + alone).least == 2 * alone.least  # each may go back through the other
+    finally:
+        engines.close()
+
+
 def test_the_least_is_not_far_from_what_a_refusal_names() -> None:
     fit = run(LOOPS["a_validation_of_twice_the_batch"], 64_000_000)[1]
     with pytest.raises(BudgetError):

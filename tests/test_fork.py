@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sampling import crossed
+
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -67,8 +69,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("ssd", [False, True])
-@pytest.mark.parametrize("end", ["exit", "close", "collect"])
+@pytest.mark.parametrize(("end", "ssd"), crossed(["exit", "close", "collect"], [True, False]))
 def test_a_forked_child_ends_and_its_parent_goes_on(tmp_path: Path, ssd: bool, end: str) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path) if ssd else "", end],

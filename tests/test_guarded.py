@@ -17,6 +17,7 @@ from ebbtide.engine import training
 from ebbtide.errors import ConfigError, NonFiniteError, StateError
 from ebbtide.kernels import Decision, FallbackKernels, Operands, Rule, Scaling
 from harness import config_of
+from sampling import crossed
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
@@ -94,8 +95,9 @@ def both(deed: Callable[[ebbtide.Engine, bool], None], **changes: Any) -> None:
     assert shas[0] == shas[1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp32"}, {"clip": 0.5}])
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(
+    ("name", "changes"), crossed(zoo.ZOO, [{}, {"accumulate": 2}, {"precision": "fp32"}, {"clip": 0.5}])
+)
 def test_numbers_and_counts_are_those_of_steps_that_look_first(
     name: str, changes: dict[str, Any], deeds: list[str]
 ) -> None:

@@ -23,7 +23,10 @@ from ebbtide.memory.chunk import cut
 from ebbtide.plan.states import RunStates
 from ebbtide.run.jobs import Job
 from harness import config_of
+from sampling import crossed
 from test_ssd_faults import open_engine
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
 
 
 def step(engine: Engine, number: int) -> None:
@@ -72,9 +75,10 @@ def interrupted_at(nth: int, original: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-@pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("link", ["host_to_device", "device_to_host"])
-@pytest.mark.parametrize("nth", [1, 2, 7, 20])
+@pytest.mark.parametrize(
+    ("nth", "link", "ending"),
+    crossed([1, 2, 7, 20], ["host_to_device", "device_to_host"], [KeyboardInterrupt, OSError]),
+)
 def test_a_copy_that_could_not_start(
     monkeypatch: pytest.MonkeyPatch, link: str, ending: type[BaseException], nth: int
 ) -> None:
@@ -99,9 +103,9 @@ def test_a_copy_that_could_not_start(
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.parametrize("call", ["_placeholder", "_version"])
-@pytest.mark.parametrize("nth", [1, 3, 5, 8])
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(
+    ("nth", "call", "leaves"), crossed([1, 3, 5, 8], ["_placeholder", "_version"], [False, True])
+)
 def test_a_chunk_whose_parameters_were_bound_or_unbound_half_way(
     monkeypatch: pytest.MonkeyPatch, call: str, nth: int, leaves: bool
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ebbtide.kernels import NativeKernels, build
+from sampling import crossed
 from test_kernels import ALL, FALLBACK, NATIVE, SIZES, TYPES, bits, same, wild
 
 
@@ -87,8 +88,7 @@ def test_addition_of_any_bits_rounds_as_torch_does(dtype):
         assert bits(space)[expected.isnan()].eq(canonical).all()
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("bad", "dtype"), crossed([torch.inf, -torch.inf, torch.nan], TYPES))
 def test_the_sum_is_finite_exactly_if_every_element_is(dtype, bad):
     largest = torch.full((5000,), torch.finfo(dtype).max, dtype=dtype)
     for kernels in ALL.values():

@@ -29,6 +29,7 @@ from ebbtide.memory.glance import peek
 from ebbtide.memory.ledger import Ledger
 from ebbtide.run.tiers import Tiers
 from harness import config_of, expected, run
+from sampling import crossed, few
 from test_ssd import follow, on_ssd
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -199,7 +200,7 @@ TIERS = pytest.mark.parametrize("host", [False, True], ids=["one tier", "three t
 @pytest.mark.parametrize("name", list(SETTINGS))
 @with_sums
 def test_no_gradient_is_lost_or_repeated(folder: Path, name: str, host: bool) -> None:
-    for rates in (None, throttled(600)):
+    for rates in few((None, throttled(600)), 1):
         with chain(folder, host, rates, **{"max_staleness": 6} | SETTINGS[name]) as engine:
             total = train(engine, 16)
             check(engine, total)
@@ -422,8 +423,9 @@ def test_an_engine_that_is_dropped_leaves_nothing_hanging(folder: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("split", [(200_000, 0), (200_000, 100_000), (200_000, 1_500_000)])
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("name", "split"), crossed(["gpt2", "t5"], [(200_000, 0), (200_000, 100_000), (200_000, 1_500_000)])
+)
 def test_budgets_are_kept(folder: Path, name: str, split: tuple[int, int]) -> None:
     device, host, done = follow(name, "non-reentrant", 5, on_ssd(folder, updates="lock-free"), split)
     assert done.counted <= device, f"{done.counted} bytes counted, {device} allowed"
@@ -541,7 +543,7 @@ class Narrow(nn.Module):
 def test_a_chunk_does_not_leave_the_host_for_its_own_state(folder: Path) -> None:
     """Where the host has room for all to the byte, with the state that the first update makes."""
     chunk, homes = 8192, set()
-    for device in range(20 * chunk, 28 * chunk, chunk // 2):
+    for device in few(range(20 * chunk, 28 * chunk, chunk // 2), 6):
         tiers = {"device": {"memory": device}, "host": {"memory": 21 * chunk}}
         disk = {"folder": str(folder), "memory": "32MB"}
         changes = {"updates": "lock-free", "accumulate": 3, "chunk_size": "8KiB", "ssd": disk, **tiers}

@@ -15,7 +15,10 @@ from ebbtide.errors import DiskError, StateError
 from ebbtide.kernels import RULES
 from ebbtide.run.lockfree import LockFree
 from interrupt import Interrupt
+from sampling import few
 from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
 
 BOOKS = ("lockfree.py", "gatherer.py", "buffers.py", "merging.py", "turns.py")
 POINTS = 24
@@ -66,7 +69,7 @@ def interrupted(folder: Path, host: bool, at: int) -> int:
 def test_a_step_may_be_interrupted_anywhere(folder: Path, host: bool) -> None:
     count = interrupted(folder, host, -1)
     assert count > POINTS
-    for place in range(POINTS):
+    for place in few(range(POINTS), POINTS // 3):
         interrupted(folder, host, 1 + place * count // POINTS)
 
 
@@ -104,7 +107,7 @@ def test_an_interrupt_between_passes_keeps_no_buffer(
 
 
 def test_waiting_for_updates_may_be_interrupted_anywhere(folder: Path) -> None:
-    for place in range(1, 200, 9):
+    for place in few(range(1, 200, 9), 9):
         gate = threading.Event()
         with chain(folder, max_staleness=9) as engine:
             total = train(engine, 1)

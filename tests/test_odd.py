@@ -19,6 +19,7 @@ import reference
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError, ConfigError, StateError, UnsupportedError
 from harness import LR, config_of
+from sampling import crossed
 from zoo import Loss
 
 WIDTH = 64
@@ -190,8 +191,7 @@ class Negated(Net):
 KINDS = [Net, Twice, Borrowed, BorrowedReentrant, Counted, SharedGradients, Normed, Negated]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("kind", "accumulate"), crossed(KINDS, [1, 2]))
 def test_odd_models_train_alike(
     make: Any, kind: type[nn.Module], place: dict[str, Any], accumulate: int
 ) -> None:

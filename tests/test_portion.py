@@ -16,6 +16,7 @@ from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
 from ebbtide.run.places import Places
 from harness import Count, config_of
+from sampling import crossed, some
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
@@ -76,11 +77,17 @@ def held(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"updates": "in-backward", "clip": None}, {"master": "separate"}, {"layout": "page"}],
-    ids=["exact", "in-backward", "separate", "page"],
+    ("memory", "changes"),
+    crossed(
+        [1_600_000, 2_200_000, 3_000_000, 4_000_000, 6_000_000],
+        [
+            pytest.param({}, id="exact"),
+            pytest.param({"updates": "in-backward", "clip": None}, id="in-backward"),
+            pytest.param({"master": "separate"}, id="separate"),
+            pytest.param({"layout": "page"}, id="page"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("memory", [1_600_000, 2_200_000, 3_000_000, 4_000_000, 6_000_000])
 def test_in_turns_under_any_budget(make: Make, memory: int, changes: dict[str, Any]) -> None:
     steps = 4
     expected = alone(make, [1] * steps, **changes)
@@ -166,8 +173,7 @@ def interleaved(engines: list[Engine], number: int, order: str) -> None:
 ORDERS = ["f0 f1 b0 b1 s0 s1", "f0 f1 b1 b0 s1 s0", "f0 b0 f1 s0 b1 s1", "f0 f1 b1 s1 b0 s0"]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("memory", [3_000_000, 4_000_000, 6_000_000])
+@pytest.mark.parametrize(("memory", "order"), crossed([3_000_000, 4_000_000, 6_000_000], ORDERS))
 def test_passes_within_each_other(make: Make, memory: int, order: str) -> None:
     """What one has saved for backward counts while the other computes."""
     expected = alone(make, [1] * 4)
@@ -373,7 +379,7 @@ def test_with_ssd(make: Make, folder: Path, host: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", [3_000_000, 3_850_000, 4_000_000, 4_200_000, 4_400_000, 4_600_000, 4_800_000]
+    "host", some([3_000_000, 3_850_000, 4_000_000, 4_200_000, 4_400_000, 4_600_000, 4_800_000], 3)
 )
 def test_a_host_without_room_for_what_is_given_up(make: Make, host: int) -> None:
     """What leaves only in part comes back, whatever that makes of the one who asked."""

@@ -11,6 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ebbtide
 from harness import config_of
+from sampling import crossed
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
 
 WIDTH = 32
 
@@ -59,8 +62,13 @@ def exported(engine: ebbtide.Engine) -> None:
         assert torch.equal(program(batch(90)), engine(batch(90)))
 
 
-@pytest.mark.parametrize("memory", [60_000, 66_000, 100_000])
-@pytest.mark.parametrize("deed", [imagined, imagined_without_leave, differentiated_forward, mapped, exported])
+@pytest.mark.parametrize(
+    ("deed", "memory"),
+    crossed(
+        [imagined, imagined_without_leave, differentiated_forward, mapped, exported],
+        [60_000, 66_000, 100_000],
+    ),
+)
 def test_the_engine_goes_on(deed: Callable[[ebbtide.Engine], None], memory: int) -> None:
     shas = []
     for disturbed in (True, False):

@@ -26,10 +26,16 @@ class Reader(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1).float(), ids.flatten())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("width", "layers", "both_ways", "rows", "steps"),
-    [(64, 2, False, 8, 64), (64, 1, True, 4, 20), (96, 1, True, 8, 100)],
+    ("width", "layers", "both_ways", "rows", "steps", "precision"),
+    [
+        (64, 2, False, 8, 64, "fp32"),
+        (64, 1, True, 4, 20, "bf16"),
+        pytest.param(64, 2, False, 8, 64, "bf16", marks=pytest.mark.heavy),
+        pytest.param(64, 1, True, 4, 20, "fp32", marks=pytest.mark.heavy),
+        pytest.param(96, 1, True, 8, 100, "fp32", marks=pytest.mark.heavy),
+        pytest.param(96, 1, True, 8, 100, "bf16", marks=pytest.mark.heavy),
+    ],
 )
 def test_what_is_imagined_is_what_comes(
     width: int, layers: int, both_ways: bool, rows: int, steps: int, precision: str

@@ -22,6 +22,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.run import traces
 from ebbtide.run.tiers import Tiers
 from harness import config_of
+from sampling import crossed
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
@@ -61,9 +62,12 @@ def hash_of(engine: Engine) -> str:
     return found
 
 
-@pytest.mark.parametrize("updates", ["exact", "in-backward"])
 @pytest.mark.parametrize(
-    "memory", [(4_060_000, 1_300_000), (4_100_000, 1_250_000), (4_150_000, 1_450_000), (4_300_000, 0)]
+    ("memory", "updates"),
+    crossed(
+        [(4_060_000, 1_300_000), (4_100_000, 1_250_000), (4_150_000, 1_450_000), (4_300_000, 0)],
+        ["exact", "in-backward"],
+    ),
 )
 def test_batches_of_all_sizes(tmp_path: Path, memory: tuple[int, int], updates: str) -> None:
     """Every plan fits, so getting there does: the last batch of an epoch is a small one."""
@@ -98,9 +102,9 @@ def ending_after(
     return end
 
 
-@pytest.mark.parametrize("master", ["auto", "separate"])
-@pytest.mark.parametrize("after", [0, 1, 2, 5])
-@pytest.mark.parametrize("ending", [KeyboardInterrupt, Ended])
+@pytest.mark.parametrize(
+    ("after", "master", "ending"), crossed([0, 1, 2, 5], ["auto", "separate"], [KeyboardInterrupt, Ended])
+)
 def test_a_plan_that_is_followed_half_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: type[BaseException], after: int, master: str
 ) -> None:

@@ -15,10 +15,16 @@ from ebbtide.run import chunk_updates
 from ebbtide.run.resting import Resting
 from ebbtide.runtime.gradients.held import HeldGradient
 from harness import Count, config_of
+from sampling import crossed
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
 LINE = {"accumulate": 2, "clip": 0.5}
+ALIKE = [
+    pytest.param({}, id="plain"),
+    pytest.param(LINE, id="accumulated"),
+    pytest.param({"precision": "fp32", "clip": None}, id="fp32"),
+]
 
 
 def engine_of(
@@ -48,10 +54,7 @@ def books(engine: ebbtide.Engine) -> dict[str, Any]:
     return {key: found[key] for key in ("peak_bytes", "tags", "moved_bytes", "traces", "diverged")}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, LINE, {"precision": "fp32", "clip": None}], ids=["plain", "accumulated", "fp32"]
-)
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(("name", "changes"), crossed(zoo.ZOO, ALIKE))
 def test_numbers_and_books_are_those_of_passes_that_are_followed(name: str, changes: dict[str, Any]) -> None:
     found = []
     for rests in (True, False):
@@ -69,10 +72,7 @@ def test_numbers_and_books_are_those_of_passes_that_are_followed(name: str, chan
 BESIDE_A_HOST = {"host": {"memory": 8_000_000}}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, LINE, {"precision": "fp32", "clip": None}], ids=["plain", "accumulated", "fp32"]
-)
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(("name", "changes"), crossed(zoo.ZOO, ALIKE))
 def test_where_chunks_could_move_they_are_held(name: str, changes: dict[str, Any]) -> None:
     shas = []
     for rests in (True, False):

@@ -17,6 +17,7 @@ import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError
 from harness import LR, Count, Run, batch_of, config_of, expected, run
+from sampling import crossed, few
 from test_exact import CHANGES, MODES
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
@@ -63,14 +64,12 @@ def check(name: str, mode: str, steps: int, config: dict[str, Any], split: tuple
     return done.stats
 
 
-@pytest.mark.parametrize("split", list(SPLITS))
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "split"), crossed(zoo.ZOO, SPLITS))
 def test_splits(name: str, split: str, folder: Path) -> None:
     check(name, "none", STEPS, on_ssd(folder), SPLITS[split])
 
 
-@pytest.mark.parametrize("split", ["one tier of RAM", "three tiers"])
-@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize(("change", "split"), crossed(CHANGES, ["one tier of RAM", "three tiers"]))
 def test_settings(change: str, split: str, folder: Path) -> None:
     check("gpt2", "non-reentrant", STEPS, on_ssd(folder, **CHANGES[change]), SPLITS[split])
 
@@ -267,7 +266,7 @@ def test_what_leaves_has_its_place_on_the_host_where_copies_of_all_have_none(fol
 
     sha = reference.train(Recurrent(), given, STEPS, precision="fp32", lr=LR)[0]
     ran, refused = 0, 0
-    for device, host in product(range(164_000, 206_000, 6_000), (470_000, 600_000)):
+    for device, host in few(product(range(164_000, 206_000, 6_000), (470_000, 600_000)), 6):
         tiers = {"device": {"memory": device}, "host": {"memory": host}, "chunk_size": "256KiB"}
         config = on_ssd(folder, precision="fp32", clip=None, layout="page", **tiers)
         engine = ebbtide.initialize(Recurrent(), config)
@@ -282,7 +281,7 @@ def test_what_leaves_has_its_place_on_the_host_where_copies_of_all_have_none(fol
             refused += 1
         finally:
             engine.close()
-    assert ran > 5 and refused > 1
+    assert ran and refused
 
 
 class Wide(nn.Module):

@@ -31,6 +31,7 @@ from ebbtide.memory.ssd import offsets
 from ebbtide.run.tiers import Tiers
 from ebbtide.state.parts import parts_of
 from harness import config_of, expected
+from sampling import crossed
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
@@ -53,9 +54,9 @@ def train(engine: Engine) -> str:
     return engine.weights_sha256()
 
 
-@pytest.mark.parametrize("updates", ["exact", "in-backward"])
-@pytest.mark.parametrize("link", [READ, WRITE])
-@pytest.mark.parametrize("fail_at", [1, 7, 40, 90])
+@pytest.mark.parametrize(
+    ("fail_at", "link", "updates"), crossed([1, 7, 40, 90], [READ, WRITE], ["exact", "in-backward"])
+)
 def test_a_disk_that_errors(folder: Path, updates: str, link: str, fail_at: int) -> None:
     """The call that failed is named, and loading weights makes the engine usable again."""
     seen = 0

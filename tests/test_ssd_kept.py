@@ -27,6 +27,7 @@ from ebbtide.plan.hostside import fill, filling_order, kept_bytes
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.run.tiers import Tiers
 from harness import config_of, expected
+from sampling import crossed
 
 pytestmark = pytest.mark.usefixtures("imagined_once")
 
@@ -59,8 +60,7 @@ def kept(engine: Engine) -> dict[int, int]:
     return dict(engine._session.streaming.kept)
 
 
-@pytest.mark.parametrize("updates", ["exact", "in-backward"])
-@pytest.mark.parametrize("split", list(SPLITS))
+@pytest.mark.parametrize(("split", "updates"), crossed(SPLITS, ["exact", "in-backward"]))
 def test_everybody_sees_what_only_ram_has(folder: Path, split: str, updates: str) -> None:
     """Evaluation, reading, writing, loading, saving and other shapes between steps: the weights of undisturbed ones."""
     engine = open_engine(folder, FaultyIO(), split, updates=updates, clip=None)

@@ -13,6 +13,9 @@ import ebbtide
 import harness
 import zoo
 from ebbtide.errors import BudgetError
+from sampling import crossed, few
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
 
 STEPS = 4
 TOO_SMALL = 600_000
@@ -42,9 +45,9 @@ def _train(engine: ebbtide.Engine, seen: list[int], accumulate: int) -> list[int
     return moved
 
 
-@pytest.mark.parametrize("layout", ["chunk", "page", "tensor"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("offload", ["off", "all"])
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "offload"), crossed(["chunk", "page", "tensor"], [1, 2], ["off", "all"])
+)
 def test_gradients_are_copied_once(layout: str, accumulate: int, offload: str) -> None:
     config = harness.config_of(
         layout=layout, placement="host", accumulate=accumulate, offload_activations=offload, **ROOMY
@@ -187,7 +190,8 @@ def leave_copies(engine: ebbtide.Engine) -> int:
 def test_copies_that_another_plan_has_left_do_not_keep_gradients_from_the_host() -> None:
     """They stayed on the device, where no plan has them."""
     copies = 0
-    for device, host in itertools.product(range(60_000, 200_000, 20_000), range(20_000, 140_000, 8_192)):
+    budgets = itertools.product(range(60_000, 200_000, 20_000), range(20_000, 140_000, 8_192))
+    for device, host in few(budgets, 25):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
         tiers = {"device": {"memory": device}, "host": {"memory": host}}

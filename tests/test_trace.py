@@ -11,6 +11,7 @@ import zoo
 from ebbtide.record import ATTENTION, MATMUL, Record
 from ebbtide.runtime.planning.call import Call
 from harness import config_of
+from sampling import crossed
 
 TOLERANCE = 0.01
 
@@ -38,8 +39,7 @@ def records(name: str, mode: str, **changes: object) -> tuple[Record | None, lis
         engine.close()
 
 
-@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "mode"), crossed(zoo.ZOO, ["none", "non-reentrant", "reentrant"]))
 def test_the_first_trace_predicts_the_next_iterations(name: str, mode: str) -> None:
     _, live = records(name, mode)
     assert len(live) >= 3
@@ -54,8 +54,7 @@ def test_the_first_trace_predicts_the_next_iterations(name: str, mode: str) -> N
             assert abs(one.peak - other.peak) <= TOLERANCE * one.peak + 4096
 
 
-@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "mode"), crossed(zoo.ZOO, ["none", "non-reentrant", "reentrant"]))
 def test_the_imagined_iteration_is_the_real_one(name: str, mode: str) -> None:
     imagined, live = records(name, mode, device={"memory": 4_000_000})
     assert imagined is not None

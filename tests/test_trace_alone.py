@@ -11,6 +11,7 @@ from torch import nn
 import ebbtide
 import zoo
 from ebbtide.errors import ConfigError
+from sampling import crossed
 from test_trace import records
 
 
@@ -19,8 +20,7 @@ def _meta(name: str, mode: str) -> nn.Module:
         return zoo.build(name, mode)
 
 
-@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "mode"), crossed(zoo.ZOO, ["none", "non-reentrant", "reentrant"]))
 def test_it_is_what_the_engine_imagines(name: str, mode: str) -> None:
     """From a module on the meta device, whose values nobody knows."""
     imagined, [*_, live] = records(name, mode, device={"memory": "2MB"})

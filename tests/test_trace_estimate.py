@@ -16,6 +16,7 @@ from ebbtide.layout import ITEMSIZE, build_layout
 from ebbtide.plan.place import ModelShape, Settings, make_plan
 from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record
 from ebbtide.tracing import alone
+from sampling import crossed
 
 
 class ByValue(nn.Module):
@@ -88,8 +89,7 @@ def test_control_flow_by_value_gets_an_estimate() -> None:
     assert float(module(ids)) != 0  # it is as it was
 
 
-@pytest.mark.parametrize("mode", ["none", "non-reentrant"])
-@pytest.mark.parametrize("name", list(zoo.ZOO))
+@pytest.mark.parametrize(("name", "mode"), crossed(zoo.ZOO, ["none", "non-reentrant"]))
 def test_the_estimate_is_near_the_trace(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = zoo.build(name, mode), zoo.cast(zoo.ZOO[name].batch(0), torch.bfloat16)
     traced = ebbtide.trace(module, batch, torch.bfloat16)

@@ -40,6 +40,7 @@ from transformers import (
 import ebbtide
 from ebbtide.record import Record
 from harness import config_of
+from sampling import crossed
 
 VOCAB, WIDTH, INNER, BATCH, LENGTH = 1024, 128, 256, 4, 128
 COMMON: dict[str, Any] = {
@@ -163,8 +164,7 @@ def imagined_record(
     return trace.record
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize(("name", "checkpointing"), crossed(FAMILIES, [False, True]))
 def test_the_imagined_iteration_is_the_real_one(name: str, checkpointing: bool) -> None:
     live = live_record(name, build(FAMILIES[name], checkpointing))
     imagined = imagined_record(name, FAMILIES[name], checkpointing)

@@ -13,7 +13,10 @@ import ebbtide
 import reference
 from ebbtide.errors import BudgetError
 from harness import LR, Count, config_of
+from sampling import crossed, few
 from zoo import Loss
+
+pytestmark = pytest.mark.usefixtures("imagined_once")
 
 WIDTH = 32
 
@@ -112,7 +115,7 @@ def test_of_those_nobody_goes_back_from_nothing_stays(before: Before, updates: s
     expected = engine.weights_sha256()
     engine.close()
     ran, found = 0, []
-    for memory in MEMORY:
+    for memory in few(MEMORY, 8):
         engine = engine_of(memory, updates)
         try:
             found.append(train(engine, before, memory))
@@ -130,7 +133,7 @@ def test_two_that_wait_are_foreseen_in_the_first_step_too() -> None:
     """Of different sizes, and more in some steps than in others."""
     expected = plain(summed)
     ran = 0
-    for memory in MEMORY:
+    for memory in few(MEMORY, 8):
         engine = engine_of(memory, "exact")
         try:
             for number in range(4):
@@ -152,13 +155,14 @@ def test_two_that_wait_are_foreseen_in_the_first_step_too() -> None:
     assert ran > 3
 
 
-@pytest.mark.parametrize("rows", [(24, 4), (24, 14), (14, 24), (20, 20, 6)])
-@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "last_first"), crossed([(24, 4), (24, 14), (14, 24), (20, 20, 6)], [False, True])
+)
 def test_each_may_have_a_backward_of_its_own(rows: tuple[int, ...], last_first: bool) -> None:
     """In any order, and whichever is the largest."""
     expected = plain(lambda deep, n: sum(losses_of(deep, n, rows), start=torch.zeros(())))
     ran = 0
-    for memory in MEMORY:
+    for memory in few(MEMORY, 8):
         engine = engine_of(memory, "exact")
         try:
             for number in range(4):
@@ -211,7 +215,7 @@ def probed(run: Any, module: Deep, number: int) -> torch.Tensor:
 def test_a_loss_of_what_a_hook_kept(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
     expected = plain(lambda deep, number: probed(deep, deep, number))
-    for memory in (60_000, 120_000, 4_000_000):
+    for memory in (63_000, 120_000, 4_000_000):
         tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
         config = config_of(precision="fp32", clip=None, offload_activations=offload, **tiers)
         engine = ebbtide.initialize(Deep(), config)

@@ -29,7 +29,7 @@ class Reversing(Held):
         """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
         self._check()
         _refuse_loss(loss)
-        with self._reversing(loss.detach()):
+        with self._reversing(loss):
             with torch.inference_mode(False), torch.enable_grad():  # the caller's mode does not matter
                 scaled = loss if self._scaler is None else loss * self._scaler.scale
             with leading(scaled) as root:
@@ -38,10 +38,11 @@ class Reversing(Held):
     @contextmanager
     def _reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
         """Around autograd's backward. `loss`: None where the user's code called `loss.backward()`."""
-        by_node = loss is None
+        root = loss
         if loss is None:
             self._refuse_unseen_loss()
             loss = torch.zeros((), device=self._session.backend.device)  # gradients tell whether it is finite
+        loss = loss.detach()
         session = self._session
         session.refuse_swapped()
         self._notice_dropped()
@@ -58,7 +59,7 @@ class Reversing(Held):
         before, captured = session.updates.applied, session.updates.captured
         outside = session.unmanaged.arrived()
         try:
-            with session.reversing(True, by_node):
+            with session.reversing(True, root is None, root):
                 yield
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.

@@ -28,6 +28,9 @@ class Fit:
     whole: int
     passes: tuple[tuple[str, int], ...]
     """What each pass needs."""
+    stays: int = 0
+    """Bytes that stay while another engine computes: what a pass has that waits for its backward, or what it gave."""
+    trains: bool = False
 
     @property
     def half(self) -> int:
@@ -35,8 +38,17 @@ class Fit:
         return (self.least + self.whole) // 2
 
     def __add__(self, other: Fit) -> Fit:
-        """Of two engines that share a budget."""
-        return Fit(self.least + other.least, self.whole + other.whole, self.passes + other.passes)
+        """Of two engines that share a budget. One that only evaluates does so while the other waits; of two that train
+        each may go back through the other."""
+        both = self.trains and other.trains
+        least = max(self.least + other.stays, self.stays + other.least)
+        return Fit(
+            self.least + other.least if both else least,
+            self.whole + other.whole,
+            self.passes + other.passes,
+            self.stays + other.stays,
+            self.trains or other.trains,
+        )
 
     def __str__(self) -> str:
         passes = ", ".join(f"{name} {format_size(count)}" for name, count in self.passes)
@@ -54,22 +66,24 @@ def fit(
     run: Callable[..., Any] | None,
     evaluate: Iterable[Any],
 ) -> Fit:
-    passes, left, peak = [], 0, 0
+    passes, left, peak, stays, trains = [], 0, 0, 0, False
     for number, batch in enumerate(batches, 1):
         record = _imagined(session, _call(session, module, batch, run or _with(module, loss)))
-        left = max(left, record.left)
+        left, trains = max(left, record.left), True
         peak = max(peak, record.peak + record.left)
+        stays = max(stays, record.left_by_forward + record.fixed)
         # What the loop holds of one pass, it holds until forward of the next is over.
         passes.append((f"training {number}", _enough(session, record.carrying(record.left))))
     for number, batch in enumerate(evaluate, 1):
         with torch.no_grad():
             record = _imagined(session, _call(session, module, batch, module))
         needed = session.evaluations.least(record) + left
+        stays = max(stays, record.left + record.fixed)
         peak = max(peak, record.peak + left)
         passes.append((f"evaluation {number}", needed))
     model_data = sum(session.shape.sizes) + sum(session.shape.state_bytes)
     least = max(count for _, count in passes)
-    return Fit(least, max(least, peak + model_data), tuple(passes))
+    return Fit(least, max(least, peak + model_data), tuple(passes), stays, trains)
 
 
 def _call(session: Session, module: nn.Module, batch: Any, function: Callable[..., Any]) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -75,9 +76,17 @@ class Recording:
         )
         self.recorder = Recorder(call.signature, self._meter, fixed, inputs)
 
-    def reverse(self, held: int) -> None:
-        """Backward begins, with so many bytes of earlier passes' outputs."""
+    def pause(self) -> None:
+        """Forward is over."""
+        if self.recorder is not None:
+            self.recorder.pause()
+
+    def reverse(self, held: int, beyond: Callable[[], list[torch.Tensor]]) -> None:
+        """Backward begins, with so many bytes of earlier passes' outputs. `beyond`: what the loop's own operators have
+        saved, which an allocator has counted."""
         self._aside = min(self._aside, held)
+        if self.recorder is not None and isinstance(self._meter, StorageMeter):
+            self._meter.note(beyond())
 
     def metered(self, by_node: bool) -> AbstractContextManager[Any]:
         """Around a pass. `by_node`: a backward that the user's code started, which `reach` is told of."""

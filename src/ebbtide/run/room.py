@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from weakref import WeakSet
 
 from ebbtide.errors import BudgetError
@@ -13,7 +13,7 @@ from ebbtide.memory.ledger import AVERAGE
 from ebbtide.plan.evict import Candidate, choose
 from ebbtide.plan.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.run.activations import Activations
-from ebbtide.run.course import IDLE, Course
+from ebbtide.run.course import IDLE, RUNNING, Course
 from ebbtide.run.model import ModelData
 from ebbtide.run.updater import Updater
 from ebbtide.units import format_size
@@ -44,6 +44,10 @@ class Room:
         """Of it, what stays between passes: parameters outside the chunks, and buffers."""
         self.held = 0
         """Beside the level: outputs of passes before that somebody still holds, as far as no plan knows of them."""
+        self.rest: int | None = None
+        """Of the level, what is there while a pass waits for its backward, where that is known: another engine may
+        evaluate in the rest of it meanwhile."""
+        self._evaluates = False
         self.foreseen = False
         """The level is that of an evaluation that was imagined, whether there is a plan or not."""
         self.most_elsewhere = 0
@@ -100,8 +104,9 @@ class Room:
 
     # -- non-model data -------------------------------------------------------------------------------
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, evaluates: bool = False) -> None:
         """This engine goes on, maybe after another one. What those have that are in the midst of a pass stays."""
+        self._evaluates = evaluates
         everyone = {self, *self.peers}
         if len(everyone) == 1 and not self._others:
             return
@@ -110,11 +115,27 @@ class Room:
                 room.level, room.held, room.guessed = room.fixed, 0, False
             room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
         self.set_level(self.level, self.guessed)
+        if self.rest is not None:
+            self._make_on_device(0, rising=True, guess=self.guessed)
+
+    def end_turn(self) -> None:
+        """An evaluation is over that another engine waited for: what is computed until that one goes on has its room, as
+        far as chunks have somewhere to go."""
+        self._evaluates = False
+        for room in self.peers:
+            if room is not self and room.rest is not None and room.course.phase == RUNNING:
+                with suppress(BudgetError):
+                    room.begin_turn()
 
     def elsewhere(self) -> int:
         """Bytes of non-model data of other engines. What is a guess there keeps nobody else from anything."""
         others = (other for one in self._others if (other := one()) is not None)
-        return sum(other.level + other.held for other in others if not other.guessed)
+        return sum(other._beside(self._evaluates) + other.held for other in others if not other.guessed)
+
+    def _beside(self, evaluation: bool) -> int:
+        """Of the level, what another engine's pass has to leave; what goes back through this one's has more to leave."""
+        waits = evaluation and self.course.phase == RUNNING
+        return self.level if self.rest is None or not waits else min(self.level, self.rest)
 
     def set_level(self, level: int, guess: bool = False) -> None:
         elsewhere = self.elsewhere() if self._others else 0

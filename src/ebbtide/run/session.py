@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +73,8 @@ class Session(Machinery):
         """What is known of the pass that is under way."""
         self._another = False
         """Whether its plan is that of a later forward."""
+        self._by_node = False
+        """Whether the last backward was one that the user's code started."""
         self.averages: list[Averaged] = []
         self.swapped = ""
         """What is in place of the weights, where something is."""
@@ -112,7 +115,7 @@ class Session(Machinery):
                     self.lock_free.begin_evaluation()
                 self.executor.updater.bring_all()  # there is room for them in the moments of training
                 if self.idle and not self.planning.roomy:
-                    self.room.begin_turn()
+                    self.room.begin_turn(evaluates=True)
                     before = self.room.level, self.ledger.is_guess("device"), self.room.held
                     self._make_room(call)
             with self.data.in_pass(), self.interceptor.scope():
@@ -128,6 +131,7 @@ class Session(Machinery):
                     level, guessed, held = before
                     self.room.hold(held, guess=True)
                     self.room.go_back(level, guessed)
+                    self.room.end_turn()
 
     def _make_room(self, call: Call) -> None:
         """For an evaluation."""
@@ -244,7 +248,7 @@ class Session(Machinery):
 
     def _foresees_another(self) -> bool:
         """Whether the plan that is followed has another forward pass now. If not, what the first has saved is known."""
-        plan, run = self.course.plan, self.resting.run if self.resting.now else self.course.position + 1
+        plan, run = self.course.plan, self._moments_run
         if plan is None or not self.course.on_track or not run:
             return False
         if run % len(plan.record.moments) <= plan.record.forward:
@@ -252,6 +256,20 @@ class Session(Machinery):
         if not self._another:
             self.waiting.planned(plan, run)
         return False
+
+    def _left_by_forward(self) -> int | None:
+        """Bytes of non-model data that are there until backward, where forward went as planned and none waited. What the
+        user's own operators save until `loss.backward()` nobody has seen."""
+        plan, run = self.course.plan, self._moments_run
+        if plan is None or not self.course.on_track or self.waiting.count != 1 or not run or self._by_node:
+            return None
+        record = plan.record
+        forward_is_over = (run - 1) % len(record.moments) == record.forward
+        return record.left_by_forward + record.fixed if forward_is_over else None
+
+    @property
+    def _moments_run(self) -> int:
+        return self.resting.run if self.resting.now else self.course.position + 1
 
     @on_real_memory
     def reclaim(self) -> None:
@@ -270,25 +288,31 @@ class Session(Machinery):
     def running(self, by_node: bool = False) -> Iterator[None]:
         """Around a pass: hooks on, and everything let go of where it raises. `by_node`: a backward that the user's code
         started."""
+        self.room.rest = None
         try:
             with self.data.in_pass(), self.interceptor.scope(), self.recording.metered(by_node):
                 yield
             self.resting.built()
             if self.course.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
+                self.recording.pause()
+                self.room.rest = self._left_by_forward()
         except BaseException:
             self.abandon()
             raise
 
     @contextmanager
-    def reversing(self, last: bool, by_node: bool = False) -> Iterator[None]:
+    def reversing(
+        self, last: bool, by_node: bool = False, loss: torch.Tensor | None = None
+    ) -> Iterator[None]:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on. `by_node`: as for
-        `running`."""
+        `running`. `loss`: what it goes back from, where that is known."""
+        self._by_node = by_node
         self.planning.portion.go_on()
         self.updates.shown.forget()
         over = self.idle
         if not over:
-            self._let_go_of_old()
+            self._let_go_of_old(loss)
         self.executor.reverse()
         if not last:
             self.resting.rule_out()
@@ -306,10 +330,10 @@ class Session(Machinery):
         else:
             self.executor.turn()
 
-    def _let_go_of_old(self) -> None:
+    def _let_go_of_old(self, loss: torch.Tensor | None) -> None:
         """Backward begins: most loops hold no outputs any more but those that they go back from."""
         old, plan = self.outputs.old, self.course.plan
-        self.recording.reverse(old)
+        self.recording.reverse(old, partial(self.waiting.beyond, loss))
         if not self.planning.roomy:
             self.room.hold(beside(old, plan.record.aside if plan is not None else 0), guess=True)
 

@@ -6,6 +6,7 @@ torch.no_grad makes such. One that comes while others wait (a sum of two losses)
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ebbtide.run.model import ModelData
 from ebbtide.run.outputs import leaves
 from ebbtide.run.traces import Known, Traces
 from ebbtide.runtime.planning.call import Call
+from ebbtide.tracing.beyond import saved_beyond
 
 _KEY = "ebbtide: outputs of a forward pass"
 REMEMBERED = 32
@@ -39,6 +41,8 @@ class _Pass:
     """Bytes that it left for backward, as far as that is known."""
     peak: int = 0
     """And those of non-model data at its highest, with its own backward."""
+    nodes: range = range(0)
+    """Those of autograd's graph that it made, by number."""
     mark: weakref.ref[_Mark] | None = None
     """None where nobody can say whether its outputs are gone."""
 
@@ -82,10 +86,14 @@ class Waiting:
 
     def begin(self) -> None:
         """One is about to run."""
-        self._passes.append(_Pass())
+        now = torch._C._autograd._get_sequence_nr()
+        self._passes.append(_Pass(nodes=range(now, sys.maxsize)))
 
     def made(self, ways: list[torch.Tensor] | None) -> None:
         """It has run, and one can go back from these; None where that cannot be told."""
+        if self._passes:
+            last = self._passes[-1]
+            last.nodes = range(last.nodes.start, torch._C._autograd._get_sequence_nr())
         if ways is None or not self._passes:
             return
         mark = _Mark()
@@ -93,6 +101,13 @@ class Waiting:
             node: Any = tensor.grad_fn
             node.metadata[_KEY] = mark
         self._passes[-1].mark = weakref.ref(mark)
+
+    def beyond(self, loss: torch.Tensor | None) -> list[torch.Tensor]:
+        """What the user's own operators have saved between outputs and a loss, where that can be told."""
+        if loss is None or not self._passes:
+            return []
+        first, end = self._passes[0].nodes.start, self._passes[-1].nodes.stop
+        return saved_beyond(loss, lambda node: first <= node._sequence_nr() < end or _KEY in node.metadata)
 
     def planned(self, plan: Plan, moments: int) -> None:
         """The first one has run so many moments of the plan's iteration."""
