@@ -28,10 +28,11 @@ def _threads() -> None:
     torch.set_num_threads(2)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def imagined_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long proofs imagine each pass, for that must not break a budget either."""
-    if "heavy" not in request.keywords:
+    """Not in long proofs, for to imagine a pass must not break a budget either, nor in those about it
+    (`IMAGINES = True`)."""
+    if "heavy" not in request.keywords and not getattr(request.module, "IMAGINES", False):
         from ebbtide.run import recording
         from imagined import once
 

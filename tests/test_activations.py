@@ -29,8 +29,6 @@ from sampling import some
 from test_exact import CHANGES, check
 from test_faults import train
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 HOST = {"host": {"memory": "1GB"}}
 TIGHT = {"device": {"memory": 700_000}, **HOST}
 LESS = [("gpt2", "checkpoints"), ("t5", "checkpoints"), ("attention", "checkpoints"), ("bert", "all")]
@@ -161,7 +159,7 @@ def train_long(checkpointing: bool, **changes: Any) -> tuple[str, int, dict[str,
         engine.close()
 
 
-@pytest.mark.parametrize(("checkpointing", "which"), [(False, "all"), (True, "checkpoints")])
+@pytest.mark.parametrize(("checkpointing", "which"), some([(False, "all"), (True, "checkpoints")], 1))
 def test_the_peak_falls_by_what_was_planned(
     checkpointing: bool, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +181,7 @@ def test_the_peak_falls_by_what_was_planned(
     assert other["planned_traffic"] == sum(gone[-1].values())
 
 
+@pytest.mark.heavy
 def test_trains_in_a_budget_that_is_refused_without() -> None:
     budget = {"device": {"memory": 5_000_000}, **HOST}
     with pytest.raises(BudgetError, match="needs at least"):

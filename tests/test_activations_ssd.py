@@ -26,7 +26,7 @@ from ebbtide.memory.passage import Passage
 from ebbtide.plan.activations import ALL, CHECKPOINTS, Room, send_away
 from ebbtide.plan.stage import passage_bytes
 from harness import Count, config_of, expected
-from sampling import crossed
+from sampling import crossed, some
 from test_activations import fail, fail_in_backward, long_batch, long_model, some_record
 from test_exact import CHANGES, MODES
 from test_ssd import follow, on_ssd
@@ -56,7 +56,7 @@ def check(
     return done.stats
 
 
-@pytest.mark.parametrize(("name", "mode", "which"), LESS)
+@pytest.mark.parametrize(("name", "mode", "which"), some(LESS, 2))
 def test_one_tier_of_ram(small: None, folder: Path, name: str, mode: str, which: str) -> None:
     stats = check(name, mode, which, on_ssd(folder), SPLITS["one tier of RAM"])
     assert stats["offloaded_bytes"] > 0 and stats["tags"]["ssd"]["activations"] > 0

@@ -19,8 +19,6 @@ from harness import LR, Count, config_of
 from sampling import few, some
 from zoo import Loss
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 WIDTH = 64
 
 

@@ -16,8 +16,6 @@ from ebbtide.errors import BudgetError
 from harness import Count, config_of
 from sampling import few
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 WIDTH, TOKENS = 64, 512
 
 

@@ -30,8 +30,6 @@ from ebbtide.state.index import read_index
 from ebbtide.units import round_up
 from harness import LR, batch_of, config_of, facts
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 HALF, WHOLE = 3, 6
 TIERS = ("all", "host", "ssd-host", "ssd")
 

@@ -20,6 +20,8 @@ from ebbtide.errors import ConfigError
 from ebbtide.plan.machine import Machine
 from ebbtide.record import ATTENTION, MATMUL
 
+IMAGINES = True
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,8 +26,7 @@ from ebbtide.plan import search
 from ebbtide.run.tiers import Tiers
 from ebbtide.run.updater import Updater
 from harness import Count, config_of, expected
-
-pytestmark = pytest.mark.usefixtures("imagined_once")
+from sampling import some
 
 SSD = 64 << 20
 
@@ -312,7 +311,7 @@ def test_steps_do_not_wait_for_them(folder: Path, memory: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("memory", [1_800_000, 2_000_000, 2_700_000])
+@pytest.mark.parametrize("memory", some([1_800_000, 2_000_000, 2_700_000], 2))
 def test_whatever_comes_between_steps_finds_them_done(folder: Path, memory: int) -> None:
     """Other shapes, ones that are too large, reading, writing, saving: the weights of undisturbed steps."""
     engine = open_engine(folder, FaultyIO(slow), memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.run.evaluations import larger
 from group import group_of
 from harness import Count, config_of
-from sampling import crossed, few
+from sampling import few, some
 
 WIDTH, TOKENS = 32, 64
 
@@ -144,12 +145,7 @@ def evaluated(memory: int, between: bool) -> tuple[set[int], set[int], set[int]]
     return found
 
 
-@pytest.mark.parametrize(
-    ("memory", "between"),
-    crossed(
-        [66_000, 68_000, 70_000], [pytest.param(False, id="after a step"), pytest.param(True, id="before it")]
-    ),
-)
+@pytest.mark.parametrize(("memory", "between"), some(product([66_000, 68_000, 70_000], [False, True]), 1))
 def test_on_ranks_what_is_refused_has_not_run(memory: int, between: bool) -> None:
     for ran, refused, begun in group_of(2).run(evaluated, memory, between):
         assert ran and refused and max(ran) < min(refused) and not begun

@@ -11,8 +11,6 @@ from ebbtide.kernels import FallbackKernels
 from harness import config_of, expected, facts, least_budget, run, with_budget
 from sampling import crossed
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 MODES = ("none", "non-reentrant", "reentrant")
 STEPS = 4
 

@@ -27,7 +27,7 @@ from ebbtide.errors import RanksError, StateError
 from ebbtide.layout import ALIGNMENT, Bank, Layout, Slicing, TensorSpec, build_spread_layout, odd_bank
 from group import RankError, group_of
 from harness import config_of
-from sampling import crossed
+from sampling import crossed, everything, some
 
 EXPERTS, WIDTH, BATCH, LENGTH, STEPS = 4, 32, 8, 12, 20
 
@@ -176,8 +176,9 @@ FOUR = [pytest.param(name, 4, marks=() if name in ON_FOUR else pytest.mark.heavy
 
 @pytest.mark.parametrize(("name", "size"), [*TWO, *FOUR])
 def test_the_model_is_that_of_one_process(name: str, size: int) -> None:
-    alone = group_of(1).run(train, name, plain())[0]
-    found = group_of(size).run(train, name, plain())
+    steps = STEPS if everything() else 8
+    alone = group_of(1).run(train, name, plain(), steps)[0]
+    found = group_of(size).run(train, name, plain(), steps)
     assert len({rank["sha"] for rank in found}) == 1
     for rank in found:
         assert rank["stats"]["experts"] and not rank["stats"]["gathered_experts"]
@@ -210,7 +211,7 @@ def test_placement_changes_no_number(name: str, change: str) -> None:
     assert [rank["sha"] for rank in found] == [wanted, wanted]
 
 
-@pytest.mark.parametrize("change", ["host", "SSD", pytest.param("large chunks", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("change", some(["host", "SSD", "large chunks"], 1))
 @pytest.mark.parametrize("name", ["two of mixtral", pytest.param("two of switch", marks=pytest.mark.heavy)])
 def test_placement_changes_no_number_where_ranks_have_the_same_experts(name: str, change: str) -> None:
     wanted = everything_fits(name, 4)
@@ -226,6 +227,7 @@ def test_updates_in_backward_gather_experts() -> None:
         assert set(other["stats"]["gathered_experts"].values()) == {"updates are in backward"}
 
 
+@pytest.mark.heavy
 def test_accumulation_is_a_larger_batch() -> None:
     found = group_of(2).run(train, "one-sided", plain(accumulate=2), 8)[0]
     again = group_of(4).run(train, "one-sided", plain(accumulate=2), 8)[0]
@@ -299,9 +301,9 @@ def load(name: str, folder: str) -> dict[str, Any]:
     ("name", "ranks"),
     [
         ("one-sided", 2),
-        ("mixtral", 2),
-        ("two one-sided", 4),
+        pytest.param("mixtral", 2, marks=pytest.mark.heavy),
         ("two of mixtral", 4),
+        pytest.param("two one-sided", 4, marks=pytest.mark.heavy),
         pytest.param("two of switch", 4, marks=pytest.mark.heavy),
     ],
 )

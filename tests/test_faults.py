@@ -13,8 +13,6 @@ import zoo
 from harness import config_of
 from sampling import few, some
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 STEPS = 4
 
 

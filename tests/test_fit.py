@@ -19,6 +19,8 @@ from ebbtide.engine.training import Engine
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
 from harness import Count, config_of
 
+IMAGINES = True
+
 WIDTH, ROWS, STEPS = 64, 16, 4
 Budget = int | str
 

@@ -17,8 +17,6 @@ from harness import LR, Count, config_of
 from sampling import crossed, few
 from zoo import Loss
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 WIDTH, ROWS = 32, 64
 
 

@@ -19,8 +19,6 @@ from ebbtide.kernels import Decision, FallbackKernels, Operands, Rule, Scaling
 from harness import config_of
 from sampling import crossed
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 Pieces = Iterable[tuple[Operands, Sequence[float]]]
 BESIDE_A_HOST = {"host": {"memory": 8_000_000}, "clip": None}
 

@@ -15,6 +15,8 @@ from harness import batch_of, config_of
 from imagined import once
 from reference import ROUND
 
+IMAGINES = True
+
 ALIKE: list[dict[str, Any]] = [
     {"device": {"memory": 4_000_000}},
     {"device": {"memory": "64MB"}, "host": {"memory": "1GB"}, "placement": "host", "eviction": "lru"},

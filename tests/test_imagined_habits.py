@@ -41,6 +41,8 @@ import ebbtide
 from ebbtide.tracing.imagining_flag import ImaginedMode
 from harness import config_of
 
+IMAGINES = True
+
 WIDTH = 16
 Note = Callable[["Net", torch.Tensor], Any]
 Seen = Callable[["Net"], Any]

@@ -26,8 +26,6 @@ from harness import config_of
 from sampling import crossed
 from test_ssd_faults import open_engine
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 
 def step(engine: Engine, number: int) -> None:
     engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)

@@ -32,8 +32,6 @@ from harness import config_of, expected, run
 from sampling import crossed, few
 from test_ssd import follow, on_ssd
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 LAYERS, ELEMENTS = 6, 1 << 14
 
 

@@ -18,8 +18,6 @@ from interrupt import Interrupt
 from sampling import few
 from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 BOOKS = ("lockfree.py", "gatherer.py", "buffers.py", "merging.py", "turns.py")
 POINTS = 24
 """At which a step is interrupted."""

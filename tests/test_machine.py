@@ -13,6 +13,8 @@ from ebbtide.errors import ConfigError
 from ebbtide.plan.machine import DeviceSpec, Machine, machine_names
 from ebbtide.record import ATTENTION, CONVOLUTION, MATMUL, OTHER, Work
 
+IMAGINES = True
+
 SHIPPED = ["a100-node", "h200-node", "laptop", "pc-24gb", "pc-8gb", "v100-node"]
 
 YARD = """

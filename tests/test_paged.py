@@ -22,8 +22,6 @@ from ebbtide.plan.shape import ModelShape
 from harness import config_of
 from sampling import few
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 SIZES = st.lists(st.tuples(st.integers(1, 9000), st.sampled_from(list(DTYPES))), min_size=1, max_size=12)

@@ -93,7 +93,7 @@ def small_case(rng: random.Random) -> Question:
     )
 
 
-@pytest.mark.parametrize("cases", [CASES // 3, pytest.param(CASES, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("cases", [CASES // 6, pytest.param(CASES, marks=pytest.mark.heavy)])
 def test_schedules_are_near_the_best_there_is(cases: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     ratios = []

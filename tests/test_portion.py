@@ -18,8 +18,6 @@ from ebbtide.run.places import Places
 from harness import Count, config_of
 from sampling import crossed, some
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 Make = Callable[..., list[Engine]]
 SEEDS = (0, 1)
 

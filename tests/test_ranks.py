@@ -130,7 +130,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", some([c for c in CHANGES if c != "fp16"], 8))
+@pytest.mark.parametrize("change", some([c for c in CHANGES if c != "fp16"], 6))
 @pytest.mark.parametrize("size", [2])
 def test_weights_are_those_of_a_plain_loop(size: int, change: str) -> None:
     config = config_of(**CHANGES[change])
@@ -144,7 +144,7 @@ def test_on_more_ranks(size: int, change: str) -> None:
     check(size, "gpt2", "none", config_of(**CHANGES[change]))
 
 
-@pytest.mark.parametrize("name", some([name for name in zoo.ZOO if name != "gpt2"], 3))
+@pytest.mark.parametrize("name", some([name for name in zoo.ZOO if name != "gpt2"], 2))
 def test_models(name: str) -> None:
     check(2, name, "none", config_of(device={"memory": 2_000_000}, host={"memory": "64MB"}))
 
@@ -205,7 +205,7 @@ def compared(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, gradients
 
 
-@pytest.mark.parametrize("size", some([4, 2], 1))
+@pytest.mark.parametrize("size", some([2, 4], 1))
 def test_the_same_global_batch_learns_the_same(size: int) -> None:
     alone = group_of(1).run(compared, 20)[0]
     for losses, gradients in group_of(size).run(compared, 20):
@@ -672,7 +672,7 @@ def interleaved(config: dict[str, Any], disturbed: bool) -> str:
     return sha
 
 
-@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+@pytest.mark.parametrize("updates", some(["in-backward", "exact"], 1))
 def test_what_happens_between_steps_changes_nothing(updates: str) -> None:
     shas = set()
     for place, disturbed in ((CHANGES["everything fits"], False), (CHANGES["host"], True), ({}, True)):

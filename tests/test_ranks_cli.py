@@ -91,6 +91,7 @@ def test_ranks_go_on_in_other_numbers(text: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.heavy
 def test_a_batch_that_does_not_divide_is_refused(text: Path) -> None:
     done = torchrun(3, "--data", str(text), "--steps", "2", "--json")
     assert done.returncode != 0 and not done.stdout.strip()

@@ -110,6 +110,7 @@ def trained(folder: str, updates: str) -> dict[str, Any]:
         engine.close()
 
 
+@pytest.mark.heavy
 def test_the_loss_falls_as_it_does_exactly() -> None:
     with tempfile.TemporaryDirectory() as folder:
         free = group_of(2).run(trained, folder, "lock-free")

@@ -13,8 +13,6 @@ import ebbtide
 from harness import config_of
 from sampling import crossed
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 WIDTH = 32
 
 

@@ -12,6 +12,8 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from harness import Count, config_of
 
+IMAGINES = True
+
 
 class Reader(nn.Module):
     def __init__(self, width: int, layers: int, both_ways: bool) -> None:

@@ -24,8 +24,6 @@ from ebbtide.run.tiers import Tiers
 from harness import config_of
 from sampling import crossed
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 SSD = 64 << 20
 ROOMY = (60_000_000, 0)
 Batch = tuple[int, int]

@@ -17,8 +17,6 @@ from ebbtide.runtime.gradients.held import HeldGradient
 from harness import Count, config_of
 from sampling import crossed
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 LINE = {"accumulate": 2, "clip": 0.5}
 ALIKE = [
     pytest.param({}, id="plain"),

@@ -25,8 +25,6 @@ from group import group_of
 from harness import batch_of, config_of, facts
 from test_checkpoint import start, tiers, train
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 
 class Gated(shards.SystemIO):
     """Writes of large pieces wait at a gate, and fail behind it where that is wanted."""

@@ -16,6 +16,8 @@ from ebbtide.runtime.planning.call import signature_of
 from ebbtide.runtime.planning.shapes import grown, kind_of, resized
 from harness import Count, config_of
 
+IMAGINES = True
+
 WIDTH, WORDS, LAYERS = 32, 50, 4
 
 

@@ -120,7 +120,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(questions(), st.sampled_from(PARTS), st.floats(1.001, 4.0))
 def test_more_of_anything_never_makes_a_step_slower(question: Question, part: str, factor: float) -> None:
     check_more(question, part, factor)
@@ -211,7 +211,7 @@ def test_a_device_has_room_for_what_ranks_send_each_other() -> None:
     assert "exchange" not in alone.bytes["device"]
 
 
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(questions())
 def test_no_step_beats_its_bound_and_no_tier_its_budget(question: Question) -> None:
     check_bounds(question)

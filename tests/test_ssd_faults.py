@@ -31,9 +31,7 @@ from ebbtide.memory.ssd import offsets
 from ebbtide.run.tiers import Tiers
 from ebbtide.state.parts import parts_of
 from harness import config_of, expected
-from sampling import crossed
-
-pytestmark = pytest.mark.usefixtures("imagined_once")
+from sampling import crossed, some
 
 STEPS = 4
 BUDGETS = {"device": 2_000_000, "host": 0, "ssd": 64 << 20}
@@ -212,7 +210,9 @@ def test_two_runs_in_one_folder(folder: Path) -> None:
     assert done.returncode == 2 and str(folder) in done.stderr and str(os.getpid()) in done.stderr
 
 
-@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, 2)])
+@pytest.mark.parametrize(
+    ("number", "left"), some([(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, 2)], 2)
+)
 def test_signals(folder: Path, number: signal.Signals, left: int) -> None:
     """What ends in order leaves nothing; what a killed run left is removed at the next start."""
     run = subprocess.Popen(

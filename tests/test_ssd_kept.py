@@ -29,8 +29,6 @@ from ebbtide.run.tiers import Tiers
 from harness import config_of, expected
 from sampling import crossed
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 SSD = 64 << 20
 SPLITS = {"one tier of RAM": (3_200_000, 0), "less of it": (2_550_000, 0)}
 """Budgets of device and host in which some chunk has a part of its state in RAM."""

@@ -15,8 +15,6 @@ import zoo
 from ebbtide.errors import BudgetError
 from sampling import crossed, few
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 STEPS = 4
 TOO_SMALL = 600_000
 ROOMY: dict[str, Any] = {"device": {"memory": "64MiB"}}

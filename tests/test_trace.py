@@ -13,6 +13,8 @@ from ebbtide.runtime.planning.call import Call
 from harness import config_of
 from sampling import crossed
 
+IMAGINES = True
+
 TOLERANCE = 0.01
 
 

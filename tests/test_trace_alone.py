@@ -14,6 +14,8 @@ from ebbtide.errors import ConfigError
 from sampling import crossed
 from test_trace import records
 
+IMAGINES = True
+
 
 def _meta(name: str, mode: str) -> nn.Module:
     with torch.device("meta"):

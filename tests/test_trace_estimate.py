@@ -18,6 +18,8 @@ from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record
 from ebbtide.tracing import alone
 from sampling import crossed
 
+IMAGINES = True
+
 
 class ByValue(nn.Module):
     """Control flow that depends on data; a shared matrix; a frozen one; experts."""

@@ -42,6 +42,8 @@ from ebbtide.record import Record
 from harness import config_of
 from sampling import crossed
 
+IMAGINES = True
+
 VOCAB, WIDTH, INNER, BATCH, LENGTH = 1024, 128, 256, 4, 128
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -188,8 +190,10 @@ def test_outputs_that_a_loop_holds_are_counted() -> None:
     assert imagined.peak - imagined_record("gpt2", make, False).peak == pytest.approx(logits, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("make", [switch, lambda: mixtral(experts_implementation="eager")])
+@pytest.mark.parametrize(
+    ("make", "checkpointing"),
+    crossed([switch, lambda: mixtral(experts_implementation="eager")], [False, True]),
+)
 def test_experts_that_are_routed_by_value(make: Callable[[], nn.Module], checkpointing: bool) -> None:
     """The real load of an untrained router is uneven: the same events, and bytes that differ by as much."""
     live = live_record("experts", build(make, checkpointing))

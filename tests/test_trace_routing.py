@@ -16,6 +16,8 @@ from ebbtide.tracing.known import LIMIT
 from ebbtide.tracing.routing import EVEN, even_load, shares
 from test_trace_families import BATCH, INNER, LENGTH, WIDTH, mixtral, switch
 
+IMAGINES = True
+
 
 def _meta(make: Any, **changes: Any) -> nn.Module:
     with torch.device("meta"):

@@ -18,6 +18,8 @@ import ebbtide
 from ebbtide.tracing.reach import MOST, TENSORS
 from harness import config_of
 
+IMAGINES = True
+
 WIDTH = 32
 CALLS = 0
 SEEN: list[Any] = []

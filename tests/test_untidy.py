@@ -18,6 +18,8 @@ from ebbtide.errors import ConfigError, NonFiniteError, StateError
 from harness import Count, config_of
 from test_odd import Net, batch, build, make, place, plain
 
+IMAGINES = True
+
 __all__ = ["make", "place"]
 WRITTEN = "layers.2.weight"
 

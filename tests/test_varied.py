@@ -12,6 +12,8 @@ from ebbtide.errors import BudgetError
 from ebbtide.run.traces import WATCHED
 from harness import Count, config_of
 
+IMAGINES = True
+
 WIDTH, ROWS = 64, 128
 
 

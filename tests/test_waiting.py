@@ -16,8 +16,6 @@ from harness import LR, Count, config_of
 from sampling import crossed, few
 from zoo import Loss
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 WIDTH = 32
 
 

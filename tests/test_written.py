@@ -15,8 +15,6 @@ import ebbtide
 from ebbtide.errors import StateError
 from harness import config_of
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 WIDTH = 32
 
 
