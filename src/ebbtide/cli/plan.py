@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,18 +95,32 @@ def plan(
     described = _budgets(Machine.read(machine), device_memory, host_memory, ssd_memory)
     machines = [described.with_devices(count) for count in _counts(gpus)] or [described]
     look_up(model)
-    from ebbtide.forecaster import Forecaster, Workload  # torch, from here on
+    with _collecting_nothing():
+        from ebbtide.forecaster import Forecaster, Workload  # torch, from here on
 
-    work = Workload(batch, seq, checkpoint_activations, offload_activations)
-    forecaster = Forecaster(model, _without_budgets(settings, device_memory, host_memory, ssd_memory))
-    strategies = list(STRATEGIES) if compare else [strategy]
-    several = compare or len(machines) > 1
-    rows = [
-        _answer(forecaster, one, work, name, find_max, min_tflops, compare)
-        for one in machines
-        for name in strategies
-    ]
+        work = Workload(batch, seq, checkpoint_activations, offload_activations)
+        forecaster = Forecaster(model, _without_budgets(settings, device_memory, host_memory, ssd_memory))
+        strategies = list(STRATEGIES) if compare else [strategy]
+        several = compare or len(machines) > 1
+        rows = [
+            _answer(forecaster, one, work, name, find_max, min_tflops, compare)
+            for one in machines
+            for name in strategies
+        ]
     _show(rows, several, report, json)
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """What is imported and traced stays until the answer is there; to look through it again and again takes a quarter of
+    the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _answer(
