@@ -15,8 +15,6 @@ import zoo
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from harness import config_of
 
-pytestmark = pytest.mark.usefixtures("imagined_once")
-
 
 def engine_of(groups: Any = None, **changes: Any) -> ebbtide.Engine:
     model = zoo.build("gpt2")
@@ -111,17 +109,49 @@ def test_a_gradient_that_waits_keeps_its_group() -> None:
         engine.close()
 
 
-def test_state_of_another_optimizer_is_refused() -> None:
+def test_moments_of_torchs_optimizer_are_taken_in() -> None:
+    """As training that began elsewhere goes on: the next step is the one that torch would take."""
     model = zoo.build("gpt2")
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**zoo.ZOO["gpt2"].batch(0)).loss.backward()
-    plain.step()
+    for number in range(2):
+        model(**zoo.ZOO["gpt2"].batch(number)).loss.backward()
+        plain.step()
+        plain.zero_grad()
+    engine = ebbtide.initialize(
+        zoo.build("gpt2"), config_of(precision="fp32", clip=None, device={"memory": 2_200_000})
+    )
+    try:
+        step(engine, 5)  # other moments, which go
+        engine.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items()}, strict=False
+        )
+        engine.optimizer.load_state_dict(plain.state_dict())
+        assert engine.steps == 2 and not engine.optimizer.state
+        model(**zoo.ZOO["gpt2"].batch(3)).loss.backward()
+        plain.step()
+        step(engine, 3)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-5, atol=1e-7)
+        engine.check_integrity()
+    finally:
+        engine.close()
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    model = zoo.build("gpt2")
     engine = engine_of()
     try:
         step(engine, 0)
-        with pytest.raises(UnsupportedError, match=r"engine\.load"):
-            engine.optimizer.load_state_dict(plain.state_dict())
-        assert not engine.optimizer.state
+        before = engine.weights_sha256()
+        for other, said in (
+            (torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), "momentum_buffer"),
+            (torch.optim.AdamW(list(model.parameters())[1:], lr=1e-3), "groups of"),
+        ):
+            model(**zoo.ZOO["gpt2"].batch(0)).loss.backward()
+            other.step()
+            with pytest.raises(ConfigError, match=said):
+                engine.optimizer.load_state_dict(other.state_dict())
+        assert not engine.optimizer.state and engine.weights_sha256() == before
         engine.optimizer.param_groups[0]["lr"] = 0.25
         with pytest.warns(UserWarning, match=r"engine\.save"):
             groups = engine.optimizer.state_dict()

@@ -25,8 +25,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         update: Callable[[], bool],
         clear: Callable[[], None],
+        take: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """`update`: takes the engine's step, and says whether it was skipped."""
+        """`update`: takes the engine's step, and says whether it was skipped. `take`: takes a torch optimizer's state
+        into the chunks."""
         self.step_was_skipped = False
         """Whether the last step changed nothing: its gradients were not finite."""
         self.handed: torch.optim.Optimizer | None = None
@@ -34,6 +36,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._module = module
         self._update = update
         self._clear = clear
+        self._take = take
         super().__init__(groups, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -84,14 +87,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Param groups, as `state_dict` gives them."""
+        """Param groups, as `state_dict` gives them; and the moments of a torch.optim.AdamW or Adam, into the chunks."""
         if state_dict.get("state"):
-            raise UnsupportedError(
-                f"engine.optimizer.load_state_dict() was given the state of {len(state_dict['state'])} parameters, "
-                "which would lie here unused, for the optimizer's state is in chunks: use engine.save(folder) and "
-                "engine.load(folder)"
-            )
-        super().load_state_dict(state_dict)
+            self._take(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         if self.handed is not None:
             self.handed.param_groups = self.param_groups
 
@@ -162,6 +161,7 @@ def make_optimizer(
     param_groups: Iterable[Any] | None,
     update: Callable[[], bool],
     clear: Callable[[], None],
+    take: Callable[[Mapping[str, Any]], None],
 ) -> EngineOptimizer:
     """With the user's groups, or one of all parameters that require gradients."""
     defaults = {
@@ -177,7 +177,7 @@ def make_optimizer(
     else:
         given = _listed(param_groups)
         groups = given if all(isinstance(one, dict) for one in given) else [{"params": given}]
-    return EngineOptimizer(module, groups, defaults, update, clear)
+    return EngineOptimizer(module, groups, defaults, update, clear, take)
 
 
 def _listed(given: Any) -> list[Any]:

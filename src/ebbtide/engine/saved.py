@@ -16,7 +16,7 @@ from ebbtide.run.companions import others_too
 from ebbtide.run.course import IDLE
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.wishes import LOAD, SAVE
-from ebbtide.state import resume, together
+from ebbtide.state import moments, resume, together
 from ebbtide.state.export import export
 from ebbtide.state.folders import is_run, step_of
 from ebbtide.state.saving import Saver, checkpoints
@@ -126,6 +126,16 @@ class Saved(Held):
         self._clear()
         files.load(session)
         self._mend()
+
+    def _take_moments(self, state_dict: Mapping[str, Any]) -> None:
+        """What `optimizer.load_state_dict` is given of a torch optimizer's state."""
+        session = self._open()
+        session.refuse_swapped()
+        found = moments.by_name(session, self.optimizer.param_groups, state_dict)
+        self._end_pending()
+        self._clear()
+        session.updates.drain()
+        self.steps = moments.take(session, found)
 
     def ema(self, decay: float) -> Average:
         """An average of the weights from now on: at every step `decay` of what it was, and the rest of what they are. It

@@ -126,7 +126,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
             with all_or_none(ranks):
                 refuse_nowhere(config, tiers.ledger.budgets)
                 self.optimizer = make_optimizer(
-                    module, config.optimizer, groups, self._update, self._zero_grad
+                    module, config.optimizer, groups, self._update, self._zero_grad, self._take_moments
                 )
                 if handed is not None:
                     self.optimizer.handed = handed

@@ -1,0 +1,292 @@
+"""Hugging Face's Trainer, with the model in an ebbtide engine.
+
+    from ebbtide.integrations.transformers import Trainer
+
+    trainer = Trainer(model, args, train_dataset=data, ebbtide={"device": {"memory": "20GB"}})
+
+`Mixin` does the same for any subclass: `class MyTrainer(Mixin, SFTTrainer)`. Learning rates, schedules, accumulation,
+clipping and precision come from TrainingArguments; `ebbtide=` has budgets and everything else that the engine knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import transformers
+from torch import nn
+
+import ebbtide as _ebbtide
+from ebbtide.config import Config
+from ebbtide.engine import Engine
+from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.integrations import _transformers as private
+from ebbtide.strict import read_file
+
+FOLDER = "ebbtide"
+"""Of a checkpoint: where the engine's own state lies, beside the weights."""
+
+private.require_version()
+
+
+class MomentsAreInTheFolderEbbtide:
+    """What `optimizer.pt` holds beside the engine's folder: without it a stock Trainer would go on from there with fresh
+    moments and say nothing. It cannot read this, and names it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MomentsAreInTheFolderEbbtide, ()
+
+
+_Base: Any = transformers.Trainer if TYPE_CHECKING else object
+
+
+class Mixin(_Base):
+    """Before a Trainer class: `class MyTrainer(Mixin, SFTTrainer)`."""
+
+    optimizer: Any
+    engine: Engine | None = None
+    """Has the model from the first `train`, `evaluate` or `predict` on."""
+
+    def __init__(
+        self, *args: Any, ebbtide: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+    ) -> None:
+        """`ebbtide`: the engine's settings, as `ebbtide.initialize` takes them."""
+        self._asked = _as_asked(ebbtide)
+        self._settings = Config.read(ebbtide)
+        super().__init__(*args, **kwargs)
+
+    # -- what Trainer builds --------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self._settings = _settings_for(self.args, self._settings, self._asked)
+        _refuse_model(self.model)
+        if getattr(self.args, private.GPUS, 1) > 1:
+            setattr(self.args, private.GPUS, 1)  # the engine has one device a process
+        super().create_accelerator_and_postprocess()
+        self.accelerator.backward = self._backward
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """The engine has the precision: autocast and a GradScaler would do it twice."""
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return {**found, "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine moves it, as much as its budget holds."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        module = self.model if model is None else model
+        if self.engine is not None and self.engine.module is not module:
+            self.engine.close()  # hyperparameter search builds another model
+            self.engine = self.optimizer = None
+        if self.engine is None:
+            _refuse_model(module)
+            made = super().create_optimizer(module)
+            self._dtypes = {name: value.dtype for name, value in module.state_dict(keep_vars=True).items()}
+            self.engine = _ebbtide.initialize(module, self._settings, made)
+            self.optimizer = self.engine.optimizer
+        private.mark_prepared(module, self.optimizer)
+        return self.optimizer
+
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """In place of Accelerator.backward. Trainer has divided the loss already."""
+        assert self.engine is not None
+        self.engine.backward(loss)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        assert self.engine is not None
+        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
+    ) -> torch.Tensor | float | None:
+        assert self.engine is not None
+        if grad_norm is None and self._settings.updates != "in-backward":
+            return self.engine.clip_grad_norm_(float("inf"))
+        return grad_norm
+
+    # -- evaluation -----------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Also of `predict`. Without training before it, the engine is built now."""
+        if self.engine is None or self.engine.module is not self.model:
+            self.create_optimizer()
+        private.mark_prepared(self.model)
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """All ranks have a part of the weights, so all take part; the first one writes."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._weights = self._state_dict()
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            del self._weights
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and self.engine is not None:
+            found: dict[str, Any] | None = getattr(self, "_weights", None)
+            state_dict = self._state_dict() if found is None else found
+        super()._save(output_dir, state_dict)
+        if isinstance(self.model, transformers.PreTrainedModel) and self.engine is not None:
+            # It has just been told the dtype that the engine computes in.
+            own = next((dtype for dtype in self._dtypes.values() if dtype.is_floating_point), torch.float32)
+            if self.model.config.dtype != own:
+                self.model.config.dtype = own
+                self.model.config.save_pretrained(output_dir or self.args.output_dir)
+
+    def _state_dict(self) -> dict[str, torch.Tensor]:
+        """In the dtype that the model came in, whatever the engine computes in: stock Trainer has its weights so."""
+        assert self.engine is not None
+        found = self.engine.state_dict()
+        return {name: value.to(self._dtypes.get(name, value.dtype)) for name, value in found.items()}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save(Path(output_dir) / FOLDER)
+        if self.args.should_save:
+            torch.save(MomentsAreInTheFolderEbbtide(), Path(output_dir) / private.OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / private.SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.engine is not None
+        folder = Path(checkpoint)
+        if (folder / FOLDER).is_dir():
+            self.engine.load(folder / FOLDER)
+        elif (folder / private.OPTIMIZER).is_file():
+            state = torch.load(folder / private.OPTIMIZER, map_location="cpu", weights_only=True)
+            self.engine.optimizer.load_state_dict(state)
+        else:
+            return  # weights alone: a fresh start from them, as stock Trainer has it
+        file = folder / private.SCHEDULER
+        if file.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(Path(resume_from_checkpoint), super()._load_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        self._load_weights(Path(best), lambda _: super(Mixin, self)._load_best_model())
+
+    def _load_weights(self, folder: Path, of_trainer: Any) -> None:
+        """Adapters are loaded by PEFT, in place; everything else by name."""
+        assert self.engine is not None
+        if list(folder.glob("*.safetensors")) and not list(folder.glob("adapter_*")):
+            self.engine.load_weights(folder)
+        else:
+            with self.engine.resident(write=True):
+                of_trainer(str(folder))
+
+
+class Trainer(Mixin, transformers.Trainer):
+    """transformers.Trainer; `ebbtide=` has the engine's settings."""
+
+
+class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer, likewise."""
+
+
+def _as_asked(given: Any) -> set[str]:
+    """The settings that the user has named."""
+    if isinstance(given, Config):
+        return {key for key, value in given.to_dict().items() if value != Config().to_dict()[key]}
+    if isinstance(given, str | Path):
+        given = read_file(Path(given), "config")
+    return set(given or ())
+
+
+def _settings_for(args: Any, settings: Config, asked: set[str]) -> Config:
+    """What TrainingArguments say goes into the config; where both say something they are to agree."""
+    _refuse_arguments(args)
+    for key, other, off in (
+        ("accumulate", "gradient_accumulation_steps", 1),
+        ("clip", "max_grad_norm", None),
+    ):
+        if getattr(settings, key) != off:
+            raise ConfigError(
+                f"ebbtide[{key!r}] = {getattr(settings, key)!r}: Trainer does that, set {other} in TrainingArguments"
+            )
+    if "optimizer" in asked:
+        raise ConfigError(
+            "ebbtide['optimizer']: Trainer builds the optimizer, set learning_rate, weight_decay, adam_beta1 and the "
+            "like in TrainingArguments, or pass optimizers=(torch.optim.AdamW(...), scheduler)"
+        )
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    if "precision" in asked and settings.precision != precision and (args.bf16 or args.fp16):
+        raise ConfigError(
+            f"ebbtide['precision'] = {settings.precision!r}, TrainingArguments say {precision}: leave one out"
+        )
+    if "precision" not in asked:
+        settings = settings.with_({"precision": precision})
+    if settings.updates == "in-backward":
+        if args.max_grad_norm:
+            raise ConfigError(
+                f"ebbtide['updates'] = 'in-backward' knows no norm of all gradients: expected max_grad_norm=0 in "
+                f"TrainingArguments, found {args.max_grad_norm}"
+            )
+        if args.gradient_accumulation_steps > 1:
+            raise ConfigError(
+                "ebbtide['updates'] = 'in-backward' updates in every backward pass: expected "
+                f"gradient_accumulation_steps=1, found {args.gradient_accumulation_steps}"
+            )
+    return settings
+
+
+def _refuse_arguments(args: Any) -> None:
+    name = getattr(args.optim, "value", args.optim)
+    bad = {
+        "deepspeed": (bool(args.deepspeed), "ebbtide takes DeepSpeed's place: leave deepspeed out"),
+        "fsdp": (bool(args.fsdp), "ebbtide shards the model itself: leave fsdp out, and start with torchrun"),
+        "torch_compile": (
+            bool(args.torch_compile),
+            "a compiled module hides its parts from the engine: leave it out",
+        ),
+        "bf16_full_eval": (
+            bool(args.bf16_full_eval),
+            "the engine evaluates in the precision it trains in: leave it out",
+        ),
+        "fp16_full_eval": (
+            bool(args.fp16_full_eval),
+            "the engine evaluates in the precision it trains in: leave it out",
+        ),
+        f"optim={name!r}": (
+            name not in private.ADAMW,
+            f"the engine's rule is AdamW: {' or '.join(private.ADAMW)}",
+        ),
+    }
+    for what, (found, why) in bad.items():
+        if found:
+            raise UnsupportedError(f"TrainingArguments({what}): {why}")
+
+
+def _refuse_model(model: Any) -> None:
+    def refuse(what: str, why: str) -> NoReturn:
+        raise UnsupportedError(f"the model {what}: {why}")
+
+    if model is None:
+        return  # model_init builds it later
+    if getattr(model, "hf_device_map", None) is not None:
+        refuse(
+            "was loaded with device_map",
+            "load it without, on the CPU; the engine places it within its budgets",
+        )
+    if getattr(model, "quantization_method", None) is not None or getattr(model, "is_quantized", False):
+        refuse("is quantized", "load it in bf16 or fp32; the engine keeps what does not fit on the host")
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        refuse(
+            "was sharded when it was loaded",
+            "load it without distributed_config; the engine shards its chunks",
+        )
+    if getattr(model, private.PREPARED, False):
+        refuse("was prepared by an Accelerator", "give Trainer the bare model")

@@ -1,0 +1,325 @@
+"""Hugging Face's Trainer with the model in an engine, beside the stock one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import Trainer as Stock
+
+import ebbtide
+from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
+from ebbtide.integrations.transformers import Mixin, Trainer
+
+VOCABULARY, LENGTH = 256, 24
+
+
+def build(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int, first: int = 0) -> None:
+        self._count, self._first = count, first
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(self._first + place)
+        ids = torch.randint(4, VOCABULARY, (LENGTH,), generator=drawn)
+        labels = ids.clone()
+        labels[: place % 5] = -100  # so that batches differ in the tokens that count
+        return {"input_ids": ids, "labels": labels}
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+    }
+    return TrainingArguments(**given | more)
+
+
+@cache
+def tight() -> dict[str, Any]:
+    """A budget of activations and a quarter of model data."""
+    config = {"precision": "fp32", "device": {"kind": "cpu", "memory": "1GB"}, "host": {"memory": 0}}
+    engine = ebbtide.initialize(build(), config)
+    batch = torch.stack([Rows(4)[place]["input_ids"] for place in range(4)])
+    for _ in range(2):
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+    stats = engine.stats()
+    engine.close()
+    memory = stats["non_model_peak"] + sum(stats["tags"]["device"].values()) // 4
+    return {"device": {"kind": "cpu", "memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "32KiB"}
+
+
+def trained(kind: Any, folder: Path, resume: Any = None, rows: int = 30, **more: Any) -> Any:
+    """Thirty rows are eight batches: windows of three, three and two."""
+    own = {"ebbtide": tight()} if issubclass(kind, Mixin) else {}
+    trainer = kind(
+        build(), arguments(folder, **more), train_dataset=Rows(rows), eval_dataset=Rows(10, 1000), **own
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    engine = getattr(trainer, "engine", None)
+    return engine.state_dict() if engine is not None else trainer.model.state_dict()
+
+
+def close_to(one: Any, other: Any) -> None:
+    """Logs of both, entry by entry."""
+    ours, stock = one.state.log_history, other.state.log_history
+    assert len(ours) == len(stock)
+    for mine, its in zip(ours, stock, strict=True):
+        assert set(mine) == set(its)
+        for key, tolerance in {"loss": 1e-6, "grad_norm": 1e-4, "eval_loss": 1e-6}.items():
+            if key in mine:
+                assert mine[key] == pytest.approx(its[key], rel=tolerance, abs=1e-9), key
+        for key in ("learning_rate", "epoch", "step", "eval_accuracy"):
+            assert mine.get(key) == its.get(key), key
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    @cache
+    def run(**more: Any) -> Any:
+        return trained(Stock, tmp_path_factory.mktemp("stock"), **more)
+
+    return run
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "never clipped": {"max_grad_norm": 0.0},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "one by one": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
+    "linear": {"lr_scheduler_type": "linear", "warmup_steps": 0, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_trains_as_stock_does(name: str, stock: Callable[..., Any], tmp_path: Path) -> None:
+    ours = trained(Trainer, tmp_path, **SETTINGS[name])
+    close_to(ours, stock(**SETTINGS[name]))
+    found = ours.engine.stats()
+    assert found["peak_bytes"]["device"] <= tight()["device"]["memory"]
+    assert found["moved_bytes"]["host_to_device"] > 0
+    ours.engine.close()
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert set(one) == set(other)
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key
+
+
+def test_resumed_in_the_middle_it_is_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """In the midst of an epoch, from a run that saved and from one that was asked for it later."""
+    whole = trained(Trainer, tmp_path / "whole", save_strategy="steps", save_steps=2)
+    expected, logs = weights_of(whole), whole.state.log_history
+    whole.engine.close()
+    again = trained(Trainer, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-2"))
+    same(weights_of(again), expected)
+    kept = [{k: v for k, v in entry.items() if k in ("loss", "grad_norm", "learning_rate")} for entry in logs]
+    found = again.state.log_history
+    assert [
+        {k: v for k, v in entry.items() if k in ("loss", "grad_norm", "learning_rate")} for entry in found
+    ] == kept
+    again.engine.close()
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+        "learning_rate": 5e-2,  # so that the last is not the best
+        "max_grad_norm": 0.0,
+    }
+    ours, its = (
+        trained(Trainer, tmp_path / "ours", **settings),
+        trained(Stock, tmp_path / "stock", **settings),
+    )
+    assert ours.state.best_global_step == its.state.best_global_step < ours.state.global_step
+    assert ours.evaluate()["eval_loss"] == pytest.approx(its.evaluate()["eval_loss"], rel=1e-5)
+    assert len(list((tmp_path / "ours").glob("checkpoint-*"))) == len(
+        list((tmp_path / "stock").glob("checkpoint-*"))
+    )
+    ours.engine.close()
+
+
+def test_what_it_saves_is_ready_for_from_pretrained(tmp_path: Path) -> None:
+    ours, its = trained(Trainer, tmp_path / "a", max_steps=2), trained(Stock, tmp_path / "b", max_steps=2)
+    ours.save_model(str(tmp_path / "ours"))
+    its.save_model(str(tmp_path / "stock"))
+    files = {path.name for path in (tmp_path / "stock").iterdir()}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == files
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(
+            (tmp_path / "stock" / name).read_text()
+        )
+    sizes = [(tmp_path / one / "model.safetensors").stat().st_size for one in ("ours", "stock")]
+    assert sizes[0] == sizes[1], "tied heads are written once"
+    read = GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
+    same(dict(read.state_dict()), weights_of(ours))
+    ours.engine.close()
+
+
+def test_bf16_is_saved_in_fp32_as_stock_has_it(tmp_path: Path) -> None:
+    ours = trained(Trainer, tmp_path / "run", max_steps=2, bf16=True)
+    assert ours.engine.config.precision == "bf16"
+    ours.save_model(str(tmp_path / "saved"))
+    read = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    assert read.dtype == torch.float32
+    same(dict(read.state_dict()), weights_of(ours))
+    ours.engine.close()
+
+
+def test_it_goes_on_from_a_stock_checkpoint(tmp_path: Path) -> None:
+    whole = trained(Stock, tmp_path / "stock", save_strategy="steps", save_steps=2)
+    ours = trained(Trainer, tmp_path / "ours", resume=str(tmp_path / "stock" / "checkpoint-2"))
+    close_to(ours, whole)
+    ours.engine.close()
+
+
+def test_stock_says_that_it_cannot_go_on_from_ours(tmp_path: Path) -> None:
+    trained(Trainer, tmp_path / "ours", max_steps=2, save_strategy="steps", save_steps=2).engine.close()
+    with pytest.raises(Exception, match="MomentsAreInTheFolderEbbtide"):
+        trained(Stock, tmp_path / "stock", resume=str(tmp_path / "ours" / "checkpoint-2"))
+
+
+# -- what users rely on -------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_too_large_is_halved(tmp_path: Path) -> None:
+    ours = trained(
+        Trainer, tmp_path, per_device_train_batch_size=64, auto_find_batch_size=True, max_steps=2, rows=128
+    )
+    assert ours._train_batch_size < 64 and ours.state.global_step == 2
+    ours.engine.close()
+
+
+def test_it_evaluates_and_predicts_without_training(tmp_path: Path) -> None:
+    trainer = Trainer(build(), arguments(tmp_path), eval_dataset=Rows(10, 1000), ebbtide=tight())
+    stock = Stock(build(), arguments(tmp_path), eval_dataset=Rows(10, 1000))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-6)
+    found, expected = trainer.predict(Rows(6, 2000)), stock.predict(Rows(6, 2000))
+    torch.testing.assert_close(torch.tensor(found.predictions), torch.tensor(expected.predictions))
+    assert trainer.engine is not None
+    trainer.engine.close()
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    class Weighted(Stock):
+        def compute_loss(
+            self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().clamp(0))
+            return (loss, logits) if return_outputs else loss
+
+    class Ours(Mixin, Weighted):
+        pass
+
+    ours, its = (
+        trained(Ours, tmp_path / "a", num_train_epochs=1),
+        trained(Weighted, tmp_path / "b", num_train_epochs=1),
+    )
+    close_to(ours, its)
+    ours.engine.close()
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    found = []
+    for kind, own in ((Trainer, {"ebbtide": tight()}), (Stock, {})):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        trainer = kind(
+            model,
+            arguments(tmp_path, num_train_epochs=1),
+            train_dataset=Rows(30),
+            optimizers=(optimizer, schedule),
+            **own,
+        )
+        trainer.train()
+        found.append(trainer)
+    close_to(*found)
+    found[0].engine.close()
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "optim": ({"optim": "adafactor"}, {}, "optim='adafactor'"),
+    "full eval": ({"bf16_full_eval": True}, {}, "bf16_full_eval"),
+    "compile": ({"torch_compile": True}, {}, "torch_compile"),
+    "clip": ({}, {"clip": 1.0}, "max_grad_norm"),
+    "accumulate": ({}, {"accumulate": 2}, "gradient_accumulation_steps"),
+    "optimizer": ({}, {"optimizer": {"lr": 1.0}}, "learning_rate"),
+    "precision": ({"bf16": True}, {"precision": "fp32"}, "leave one out"),
+    "in backward and clipping": ({}, {"updates": "in-backward"}, "max_grad_norm=0"),
+    "a name that is wrong": ({}, {"devise": {}}, "device"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_go_together_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    more, own, said = BAD[name]
+    with pytest.raises((ConfigError, UnsupportedError), match=said):
+        Trainer(build(), arguments(tmp_path, **more), train_dataset=Rows(4), ebbtide=tight() | own)
+
+
+def test_models_that_others_have_placed_are_refused(tmp_path: Path) -> None:
+    for mark, value in (
+        ("hf_device_map", {"": 0}),
+        ("quantization_method", "gptq"),
+        ("_is_accelerate_prepared", True),
+    ):
+        model = build()
+        setattr(model, mark, value)
+        with pytest.raises(UnsupportedError, match="the model"):
+            Trainer(model, arguments(tmp_path), train_dataset=Rows(4), ebbtide=tight())
+
+
+def test_a_budget_that_is_too_small_says_so_before_the_first_step(tmp_path: Path) -> None:
+    small = {"device": {"kind": "cpu", "memory": 60_000}, "host": {"memory": "64MB"}}
+    trainer = Trainer(build(), arguments(tmp_path), train_dataset=Rows(30), ebbtide=small)
+    with pytest.raises(BudgetError, match=r"device\.memory"):
+        trainer.train()
+    assert trainer.engine is None and trainer.state.global_step == 0
