@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from transformers import Trainer as Stock
@@ -17,6 +20,7 @@ from transformers import Trainer as Stock
 import ebbtide
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
 from ebbtide.integrations.transformers import Mixin, Trainer
+from group import group_of
 
 VOCABULARY, LENGTH = 256, 24
 
@@ -323,3 +327,54 @@ def test_a_budget_that_is_too_small_says_so_before_the_first_step(tmp_path: Path
     with pytest.raises(BudgetError, match=r"device\.memory"):
         trainer.train()
     assert trainer.engine is None and trainer.state.global_step == 0
+
+
+# -- several ranks ------------------------------------------------------------------------------------
+
+
+def on_ranks(kind: Any, folder: str, resume: str | None, more: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What torchrun would start: the weights and the log."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    before = dict(os.environ)
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    )
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        trainer = trained(kind, Path(folder), resume, **more)
+        weights = {name: value.clone() for name, value in weights_of(trainer).items()}
+        if kind is Trainer:
+            trainer.engine.close()
+        return weights, trainer.state.log_history
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(tmp_path: Path) -> None:
+    """With a last window that is shorter, an evaluation, and a checkpoint in the middle."""
+    evaluated = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 1}
+    group = group_of(2)
+    whole = group.run(on_ranks, Trainer, str(tmp_path / "ours"), None, evaluated)
+    stock = group.run(on_ranks, Stock, str(tmp_path / "stock"), None, {"eval_strategy": "epoch"})
+    close_to(Logs(whole[0][1]), Logs(stock[0][1]))
+    for (weights, _), (other, _) in zip(whole, stock, strict=True):
+        for name, value in other.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+    middle = str(tmp_path / "ours" / "checkpoint-1")
+    again = group.run(on_ranks, Trainer, str(tmp_path / "again"), middle, {"eval_strategy": "epoch"})
+    same(again[0][0], whole[0][0])
+    same(again[1][0], whole[0][0])
+
+
+@dataclass
+class Logs:
+    """As `close_to` looks at them."""
+
+    log_history: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Logs:
+        return self
