@@ -249,6 +249,21 @@ def test_a_reference_has_the_room_that_its_policy_leaves_while_it_waits() -> Non
         engines.close()
 
 
+def test_another_engine_of_the_same_config_shares_a_budget_that_has_grown() -> None:
+    """On a CPU the device's grows at the host's cost; the second engine asks for the host that the first one asked for."""
+    config = config_of(precision="fp32", device={"memory": "least"}, host={"memory": "64MB"}, clip=None)
+    first = ebbtide.initialize(Deep(1), config)
+    try:
+        first.backward(first(drawn(0, ROWS, WIDTH)).mean())
+        first.step()
+        second = ebbtide.initialize(Deep(2).requires_grad_(False), config)
+        with torch.no_grad():
+            assert second(drawn(0, ROWS, WIDTH)).isfinite().all()
+        second.close()
+    finally:
+        first.close()
+
+
 def test_the_least_is_not_far_from_what_a_refusal_names() -> None:
     fit = run(LOOPS["a_validation_of_twice_the_batch"], 64_000_000)[1]
     with pytest.raises(BudgetError):

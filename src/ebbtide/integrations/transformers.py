@@ -53,6 +53,8 @@ class Mixin(_Base):
         self, *args: Any, ebbtide: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
     ) -> None:
         """`ebbtide`: the engine's settings, as `ebbtide.initialize` takes them."""
+        self.references: list[Engine] = []
+        """Of frozen models that are trained against, in the same budgets."""
         self._asked = _as_asked(ebbtide)
         self._settings = Config.read(ebbtide)
         super().__init__(*args, **kwargs)
@@ -66,6 +68,22 @@ class Mixin(_Base):
             setattr(self.args, private.GPUS, 1)  # the engine has one device a process
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = self._backward
+        self.accelerator.prepare_model = self._prepare_model
+
+    def _prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """In place of Accelerator.prepare_model: the model is in an engine, and so is a frozen reference beside it."""
+        if model is not self.model and not getattr(model, private.PREPARED, False):
+            frozen = model.requires_grad_(False).eval()
+            self.references.append(_ebbtide.initialize(frozen, self._settings))
+        private.mark_prepared(model)
+        if model not in self.accelerator._models:
+            self.accelerator._models.append(model)
+        return model
+
+    def close(self) -> None:
+        """Closes the engine of the model, and those of its references."""
+        for engine in (*self.references, *([self.engine] if self.engine is not None else ())):
+            engine.close()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """The engine has the precision: autocast and a GradScaler would do it twice."""

@@ -32,6 +32,8 @@ class Ledger:
         """`sharers`: processes among which the machine's host and SSD are divided. `wish`: the device's budget grows as
         it is needed (`least`, `half`), up to `most` bytes; `from_host`: both are RAM, and the host's shrinks by it."""
         self.budgets, self.sharers = dict(budgets), sharers
+        self.set = dict(budgets)
+        """As they were set; the device's may grow, at the host's cost."""
         self.wish, self._most, self._from_host = wish, most, from_host
         self.reserved = dict.fromkeys(budgets, 0)
         self.level = dict.fromkeys(budgets, 0)

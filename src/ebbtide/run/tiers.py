@@ -113,15 +113,15 @@ def shared_tiers(config: Config, ranks: Ranks | None = None, companions: Compani
                 continue
             there: int | str = tiers.ledger.wish or tiers.ledger.budgets[tier]
             raise ConfigError(_another(tier, there, asked))
-        if asked != "auto" and int(asked) // sharers != tiers.ledger.budgets[tier]:
-            there = tiers.ledger.budgets[tier] * sharers
+        if asked != "auto" and int(asked) // sharers != tiers.ledger.set[tier]:
+            there = tiers.ledger.set[tier] * sharers
             raise ConfigError(_another(tier, f"{there} bytes", asked))
     return tiers
 
 
 def _another(tier: str, there: int | str, asked: int | str) -> str:
     return (
-        f"{tier}.memory: another engine in this process has {there}, this one asks for {asked}. Is it one that nobody "
-        "trains with any more (of a notebook's cell that ran before)? engine.close() ends it. Engines that train "
-        "together share a budget: give both one value, or 'auto'"
+        f"{tier}.memory: another engine in this process has {there}, this one asks for {asked}. Most likely the "
+        "other is left from an earlier cell of a notebook: engine.close() ends it. Engines that train together share a "
+        "budget: give both one value, or 'auto'"
     )

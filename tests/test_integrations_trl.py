@@ -1,0 +1,141 @@
+"""TRL's trainers with the model, and its reference, in engines, beside the stock ones."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ebbtide.errors import UnsupportedError
+from ebbtide.integrations.transformers import Mixin
+from ebbtide.integrations.trl import DPOTrainer, RewardTrainer, SFTTrainer
+from test_integrations_transformers import close_to
+
+WORDS = (
+    "the a of to and in is it you that he was for on are with as I his they be at one have this " * 2
+).split()
+SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    known = {word: place for place, word in enumerate(["<pad>", "<eos>", "<unk>", *dict.fromkeys(WORDS)])}
+    made = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def config(**more: Any) -> GPT2Config:
+    return GPT2Config(**SIZES, **NO_DROPOUT, bos_token_id=1, eos_token_id=1, pad_token_id=0, **more)
+
+
+def causal(seed: int = 0) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(config())
+
+
+def judge() -> GPT2ForSequenceClassification:
+    torch.manual_seed(0)
+    return GPT2ForSequenceClassification(config(num_labels=1))
+
+
+def words(number: int, count: int) -> str:
+    drawn = torch.randint(0, len(WORDS), (count,), generator=torch.Generator().manual_seed(number))
+    return " ".join(WORDS[place] for place in drawn)
+
+
+def texts() -> Dataset:
+    return Dataset.from_list([{"text": words(n, 6 + n % 9)} for n in range(20)])
+
+
+def preferences() -> Dataset:
+    return Dataset.from_list(
+        [
+            {
+                "prompt": words(n, 4),
+                "chosen": " " + words(100 + n, 3 + n % 4),
+                "rejected": " " + words(200 + n, 5),
+            }
+            for n in range(20)
+        ]
+    )
+
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "bf16": False,
+}
+MEMORY = {"device": {"kind": "cpu", "memory": "least"}, "host": {"memory": "64MB"}, "chunk_size": "32KiB"}
+
+
+def sft(kind: Any, folder: Path, **own: Any) -> Any:
+    args = trl.SFTConfig(output_dir=str(folder), max_length=32, **COMMON)
+    return kind(causal(), args, train_dataset=texts(), processing_class=tokenizer(), **own)
+
+
+def dpo(kind: Any, folder: Path, **own: Any) -> Any:
+    args = trl.DPOConfig(output_dir=str(folder), max_length=32, **COMMON)
+    reference = causal(1)
+    data = preferences()
+    return kind(causal(), reference, args=args, train_dataset=data, processing_class=tokenizer(), **own)
+
+
+def dpo_computed_before(kind: Any, folder: Path, **own: Any) -> Any:
+    args = trl.DPOConfig(output_dir=str(folder), max_length=32, precompute_ref_log_probs=True, **COMMON)
+    reference = causal(1)
+    data = preferences()
+    return kind(causal(), reference, args=args, train_dataset=data, processing_class=tokenizer(), **own)
+
+
+def reward(kind: Any, folder: Path, **own: Any) -> Any:
+    args = trl.RewardConfig(output_dir=str(folder), max_length=32, **COMMON)
+    return kind(judge(), args, train_dataset=preferences(), processing_class=tokenizer(), **own)
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (sft, SFTTrainer, trl.SFTTrainer),
+    "dpo": (dpo, DPOTrainer, trl.DPOTrainer),
+    "dpo, computed before": (dpo_computed_before, DPOTrainer, trl.DPOTrainer),
+    "reward": (reward, RewardTrainer, trl.RewardTrainer),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_stock_does(name: str, tmp_path: Path) -> None:
+    make, ours, stock = CASES[name]
+    expected = make(stock, tmp_path / "stock")
+    expected.train()
+    found = make(ours, tmp_path / "ours", ebbtide=MEMORY)
+    found.train()
+    close_to(found, expected)
+    stats = found.engine.stats()
+    assert stats["moved_bytes"]["host_to_device"] > 0
+    assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+    assert bool(found.references) == name.startswith("dpo")
+    found.close()
+
+
+def test_what_trl_does_with_memory_itself_is_refused(tmp_path: Path) -> None:
+    args = trl.SFTConfig(output_dir=str(tmp_path), activation_offloading=True, **COMMON)
+    with pytest.raises(UnsupportedError, match="offload_activations"):
+        SFTTrainer(causal(), args, train_dataset=texts(), processing_class=tokenizer(), ebbtide=MEMORY)
+    assert issubclass(SFTTrainer, Mixin)
