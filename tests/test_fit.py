@@ -250,7 +250,7 @@ def test_a_reference_has_the_room_that_its_policy_leaves_while_it_waits() -> Non
 
 
 def test_another_engine_of_the_same_config_shares_a_budget_that_has_grown() -> None:
-    """On a CPU the device's grows at the host's cost; the second engine asks for the host that the first one asked for."""
+    """On a CPU the device's grows at the host's cost, and the second engine asks for all of that."""
     config = config_of(precision="fp32", device={"memory": "least"}, host={"memory": "64MB"}, clip=None)
     first = ebbtide.initialize(Deep(1), config)
     try:
