@@ -37,6 +37,7 @@ def once(
         what = zoo.built(module) or _made_like(module)
         if (
             what is None
+            or _hooked(module)
             or function is not module
             or free - fixed - storage_bytes(tensors_in((args, kwargs))) < AMPLE
         ):
@@ -55,8 +56,7 @@ def _made_like(module: nn.Module) -> Hashable:
     found = []
     for name, part in module.named_modules(remove_duplicate=False):
         own = {key: value for key, value in vars(part).items() if key not in _EMPTY and not _is_ours(value)}
-        hooked = any(len(vars(part)[key]) > 1 for key in ("_forward_hooks", "_forward_pre_hooks"))
-        if hooked or not all(isinstance(value, PLAIN) for value in own.values()):
+        if not all(isinstance(value, PLAIN) for value in own.values()):
             return None
         parameters = tuple(id(value) for _, value in part.named_parameters(recurse=False))
         buffers = tuple((key, value.shape, value.dtype) for key, value in part.named_buffers(recurse=False))
@@ -66,6 +66,17 @@ def _made_like(module: nn.Module) -> Hashable:
         (*rest, tuple(places.setdefault(one, len(places)) for one in parameters), buffers)
         for *rest, parameters, buffers in found
     )
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether a test has put hooks on it, which may do anything."""
+    hooks = (
+        hook
+        for part in module.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    )
+    names = (getattr(hook, "__module__", "ebbtide").partition(".")[0] for hook in hooks)
+    return any(name not in ("ebbtide", "functools", "torch", "transformers") for name in names)
 
 
 def _is_ours(value: Any) -> bool:

@@ -73,7 +73,7 @@ def a_pass(card: Card, recording: Recording, carried: int, held: int = 0) -> Non
     card.hold(50)
     recording.recorder.moment(event(BACKWARD, 0))
     card.hold(-carried)
-    recording.reverse(held)
+    recording.reverse(held, list)
     recording.recorder.moment(event(BACKWARD, 1))
     card.hold(-30)
     recording.finish()

@@ -102,7 +102,7 @@ class Record:
     forward: int = -1
     """The last moment that began before backward; -1 where that is not known."""
     at_backward: int = -1
-    """Bytes of non-model data from forward's end until backward began, at the most; -1 where that is not known."""
+    """Bytes of non-model data when backward began; -1 where that is not known."""
     carried: int = 0
     """Bytes of earlier passes' outputs that forward's moments have."""
     aside: int = 0

@@ -76,10 +76,9 @@ class Recording:
         )
         self.recorder = Recorder(call.signature, self._meter, fixed, inputs)
 
-    def pause(self) -> None:
-        """Forward is over."""
-        if self.recorder is not None:
-            self.recorder.pause()
+    def alive(self) -> int | None:
+        """Bytes of non-model data that are there now, where a pass is recorded."""
+        return None if self.recorder is None else self.recorder.alive()
 
     def reverse(self, held: int, beyond: Callable[[], list[torch.Tensor]]) -> None:
         """Backward begins, with so many bytes of earlier passes' outputs. `beyond`: what the loop's own operators have

@@ -260,12 +260,15 @@ class Session(Machinery):
     def _left_by_forward(self) -> int | None:
         """Bytes of non-model data that are there until backward, where forward went as planned and none waited. What the
         user's own operators save until `loss.backward()` nobody has seen."""
-        plan, run = self.course.plan, self._moments_run
-        if plan is None or not self.course.on_track or self.waiting.count != 1 or not run or self._by_node:
+        plan, run, known = self.course.plan, self._moments_run, self._known
+        if known is None or plan is None or not self.course.on_track or not run:
             return None
+        known.after_forward = max(known.after_forward, self.recording.alive() or 0)
         record = plan.record
         forward_is_over = (run - 1) % len(record.moments) == record.forward
-        return record.left_by_forward + record.fixed if forward_is_over else None
+        if not forward_is_over or self.waiting.count != 1 or self._by_node:
+            return None
+        return max(known.after_forward, record.left_by_forward + record.fixed)
 
     @property
     def _moments_run(self) -> int:
@@ -295,7 +298,6 @@ class Session(Machinery):
             self.resting.built()
             if self.course.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
-                self.recording.pause()
                 self.room.rest = self._left_by_forward()
         except BaseException:
             self.abandon()

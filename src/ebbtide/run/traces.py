@@ -53,6 +53,9 @@ class Known:
     peak: int | None = None
     """Bytes of non-model data by the plan that a pass of it has begun with, at the highest."""
 
+    after_forward: int = 0
+    """Bytes of non-model data when forward had ended, at the most: the loop may let go of outputs before backward."""
+
     @property
     def to_trace(self) -> bool:
         """Whether the next pass is to be recorded. What was derived from other shapes holds as it is."""
@@ -66,11 +69,13 @@ class Known:
     def after(self, record: Record) -> Known:
         """What is known when a pass has been traced. The plan is for the largest of several that differ."""
         if not self.watched:
-            return Known(record, imagined=self.imagined)
+            return Known(record, imagined=self.imagined, after_forward=self.after_forward)
         left = self.watched - 1
         largest = max((one for one in (self.largest, record) if one is not None), key=lambda one: one.peak)
         if record.peak > self.record.peak or (not left and largest is not self.record):
-            return Known(largest, stale=left > 0, watched=left, largest=largest, imagined=self.imagined)
+            found = Known(largest, stale=left > 0, watched=left, largest=largest, imagined=self.imagined)
+            found.after_forward = self.after_forward
+            return found
         self.stale, self.watched, self.largest = left > 0, left, largest
         return self
 

@@ -106,8 +106,13 @@ class Waiting:
         """What the user's own operators have saved between outputs and a loss, where that can be told."""
         if loss is None or not self._passes:
             return []
-        first, end = self._passes[0].nodes.start, self._passes[-1].nodes.stop
-        return saved_beyond(loss, lambda node: first <= node._sequence_nr() < end or _KEY in node.metadata)
+        return saved_beyond(loss, self._is_inside)
+
+    def _is_inside(self, node: Any) -> bool:
+        """Whether a node is a pass's, of this engine or of another, or older than all that run now."""
+        number = node._sequence_nr()
+        inside = number < self._passes[0].nodes.start or any(number in one.nodes for one in self._passes)
+        return inside or _KEY in node.metadata
 
     def planned(self, plan: Plan, moments: int) -> None:
         """The first one has run so many moments of the plan's iteration."""

@@ -17,7 +17,7 @@ MOST = 10_000
 
 
 def saved_beyond(loss: torch.Tensor, is_inside: Callable[[Any], bool]) -> list[torch.Tensor]:
-    """Tensors, but for weights, that were saved between the loss and the nodes that passes have made."""
+    """What was saved between the loss and the nodes that passes have made, but for weights and single numbers."""
     found: list[torch.Tensor] = []
     seen: set[Any] = set()
     todo = [loss.grad_fn]
@@ -26,7 +26,7 @@ def saved_beyond(loss: torch.Tensor, is_inside: Callable[[Any], bool]) -> list[t
         if node is None or node in seen or is_inside(node):
             continue
         seen.add(node)
-        found += [tensor for tensor in _saved(node) if not _is_weight(tensor)]
+        found += [tensor for tensor in _saved(node) if tensor.numel() > 1 and not _is_weight(tensor)]
         todo += [following for following, _ in node.next_functions]
     return found
 

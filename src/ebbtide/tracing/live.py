@@ -96,16 +96,15 @@ class Recorder:
     def arrival(self, parameter: int) -> None:
         self._arrivals.append(Arrival(parameter, self.index))
 
-    def pause(self) -> None:
-        """Forward is over: what it leaves is there until backward, though the loop may let go of outputs before."""
-        if self._forward < 0:
-            self._at_backward = max(self._at_backward, self._alive())
+    def alive(self) -> int:
+        """Bytes of non-model data that are there now."""
+        return self._alive()
 
     def reverse(self) -> None:
         """Backward starts, for the first time in the pass."""
         if self._forward < 0:
-            self._at_backward = max(self._at_backward, self._alive())
             self._forward = self.index
+            self._at_backward = self._alive()
 
     def turn(self) -> None:
         """A backward is over, and the pass is not."""
