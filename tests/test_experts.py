@@ -174,7 +174,7 @@ ON_FOUR = ("two one-sided",)
 FOUR = [pytest.param(name, 4, marks=() if name in ON_FOUR else pytest.mark.heavy) for name in MODELS]
 
 
-@pytest.mark.parametrize(("name", "size"), [*TWO, *FOUR])
+@pytest.mark.parametrize(("name", "size"), [*some(TWO, 2), *FOUR])
 def test_the_model_is_that_of_one_process(name: str, size: int) -> None:
     steps = STEPS if everything() else 8
     alone = group_of(1).run(train, name, plain(), steps)[0]
@@ -545,7 +545,7 @@ def alternating(config: dict[str, Any], parts: int) -> dict[str, Any]:
         engine.close()
 
 
-@pytest.mark.parametrize("change", ["plain", "clip", "accumulate", "chunks"])
+@pytest.mark.parametrize("change", some(["plain", "clip", "accumulate", "chunks"], 2))
 def test_experts_that_some_of_those_that_have_them_have_no_rows_for(change: str) -> None:
     config = plain(
         **{

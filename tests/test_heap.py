@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.backend import heap
+from sampling import some
 
 glibc = pytest.mark.skipif(heap._glibc() is None, reason="settings of glibc's heap")
 
@@ -39,7 +40,7 @@ def run(script: str) -> str:
 @glibc
 @pytest.mark.parametrize(
     ("before", "scarce", "kept"),
-    [("", True, True), ("", False, True), (WITHOUT_POOL, False, True), (WITHOUT_POOL, True, False)],
+    some([("", True, True), ("", False, True), (WITHOUT_POOL, False, True), (WITHOUT_POOL, True, False)], 2),
 )
 def test_freed_blocks(before: str, scarce: bool, kept: bool) -> None:
     """Where torch's tensors are not the pool's, scarce memory goes back to the kernel."""

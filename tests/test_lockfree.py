@@ -450,6 +450,7 @@ def test_with_everything_on_the_device_it_is_exact(folder: Path) -> None:
     assert done.stats["lock_free"]["gradients_produced"] == 0
 
 
+@pytest.mark.heavy
 def test_the_loss_falls_as_it_does_exactly(folder: Path) -> None:
     ends = []
     for updates, bound in (("exact", 4), ("lock-free", 4), ("lock-free", 1)):

@@ -624,7 +624,7 @@ def test_in_backward_a_gradient_that_comes_twice_is_refused(uses: list[int]) -> 
         assert "layers.1" in refused and "second gradient" in refused
 
 
-@pytest.mark.parametrize("change", ["everything fits", "host", "in backward"])
+@pytest.mark.parametrize("change", some(["host", "everything fits", "in backward"], 2))
 def test_ranks_that_use_other_layers_do_not_hang(change: str) -> None:
     config = config_of(precision="fp32", chunk_size="8KiB", **CHANGES[change])
     if "memory" in config["device"]:

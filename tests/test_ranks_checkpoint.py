@@ -131,7 +131,7 @@ def saved_values(size: int, folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("everything fits", "SSD"), ("SSD", "pages"), ("pages", "host")]
+    ("before", "after"), some([("everything fits", "SSD"), ("SSD", "pages"), ("pages", "host")], 2)
 )
 def test_what_was_saved_goes_on_bit_for_bit(before: str, after: str, folder: Path) -> None:
     group = group_of(2)

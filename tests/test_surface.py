@@ -134,7 +134,9 @@ def test_a_budget_holds_where_the_users_code_starts_backward(make: Engines) -> N
         found.append((stats["non_model_peak"], stats["traces"], engine.weights_sha256()))
         engine.close()
     (peak, *rest), (own_peak, *own_rest) = found
-    assert rest == own_rest and abs(own_peak - peak) <= 256  # the loss, and what it keeps, is counted in one of them
+    assert (
+        rest == own_rest and abs(own_peak - peak) <= 256
+    )  # the loss, and what it keeps, is counted in one of them
 
 
 def test_a_function_is_a_pass_of_its_own_kind(make: Engines) -> None:
