@@ -34,15 +34,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(given.model)
         tokens = AutoTokenizer.from_pretrained(given.model)(text)["input_ids"]
     else:
-        small = {
-            "n_layer": 2,
-            "n_embd": 64,
-            "n_head": 2,
-            "vocab_size": 256,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-        model, tokens = GPT2LMHeadModel(GPT2Config(**small)), list(text.encode())
+        small = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256}
+        model, tokens = (
+            GPT2LMHeadModel(GPT2Config(**small, bos_token_id=0, eos_token_id=0)),
+            list(text.encode()),
+        )
     rows = torch.tensor(tokens[: len(tokens) // given.length * given.length]).view(-1, given.length)
     data = [{"input_ids": row, "labels": row} for row in rows]
 
@@ -54,9 +50,8 @@ def main() -> None:
     trainer = Trainer(model, args, train_dataset=data, ebbtide=budgets)
     trainer.train()
     trainer.save_model(given.out)
-    print(
-        f"saved in {given.out}; {trainer.engine.stats()['peak_bytes']['device']} bytes of the device at the most"
-    )
+    peak = trainer.engine.stats()["peak_bytes"]["device"]
+    print(f"saved in {given.out}; {peak} bytes of the device at the most")
     trainer.close()
 
 
