@@ -10,7 +10,8 @@ clipping and precision come from TrainingArguments; `ebbtide=` has budgets and e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -198,13 +199,27 @@ class Mixin(_Base):
         self._load_weights(Path(best), lambda _: super(Mixin, self)._load_best_model())
 
     def _load_weights(self, folder: Path, of_trainer: Any) -> None:
-        """Adapters are loaded by PEFT, in place; everything else by name."""
+        """PEFT knows the names of an adapter's weights, and loads them into the module it has; the rest is by name."""
         assert self.engine is not None
         if list(folder.glob("*.safetensors")) and not list(folder.glob("adapter_*")):
             self.engine.load_weights(folder)
-        else:
-            with self.engine.resident(write=True):
-                of_trainer(str(folder))
+            return
+        with _loading_into(self.engine):
+            of_trainer(str(folder))
+
+
+@contextmanager
+def _loading_into(engine: Engine) -> Iterator[None]:
+    """What is loaded into the module goes to its engine."""
+
+    def load(state: Mapping[str, torch.Tensor], *_: Any, **__: Any) -> Any:
+        return engine.load_state_dict(state, strict=False)
+
+    engine.module.load_state_dict = load  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del engine.module.load_state_dict
 
 
 class Trainer(Mixin, transformers.Trainer):
