@@ -1,0 +1,138 @@
+"""Accelerate's loop with the model in an engine, beside the stock one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+
+from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.integrations.accelerate import Accelerator
+from test_integrations_transformers import Rows, build, same, tight
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def prepared(kind: Any, **more: Any) -> tuple[Any, ...]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    own = {"ebbtide": tight()} if kind is Accelerator else {}
+    accelerator = kind(cpu=True, gradient_accumulation_steps=3, **more, **own)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    loader = DataLoader(Rows(30), batch_size=4)  # eight batches: windows of three, three and two
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def epoch(
+    accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any, first: int = 0
+) -> list[Any]:
+    found: list[Any] = []
+    for number, batch in enumerate(loader):
+        if number < first:
+            continue
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = None
+            if accelerator.sync_gradients:
+                norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        found.append((loss.item(), norm, schedule.get_last_lr()[0], optimizer.param_groups[0]["lr"]))
+    return found
+
+
+def test_the_loop_trains_as_stock_does() -> None:
+    ours, stock = prepared(Accelerator), prepared(accelerate.Accelerator)
+    for _ in range(2):
+        for mine, its in zip(epoch(*ours), epoch(*stock), strict=True):
+            assert mine[0] == pytest.approx(its[0], rel=1e-6)
+            assert (mine[1] is None) == (its[1] is None)
+            assert mine[1] is None or mine[1] == pytest.approx(its[1], rel=1e-4)
+            assert mine[2:] == its[2:]
+    ours[1].eval()
+    stock[1].eval()
+    with torch.no_grad():
+        ids = Rows(3)[2]["input_ids"][None]
+        torch.testing.assert_close(
+            ours[1](input_ids=ids).logits, stock[1](input_ids=ids).logits, rtol=1e-4, atol=1e-4
+        )
+    state, expected = ours[0].get_state_dict(ours[1]), stock[0].get_state_dict(stock[1])
+    assert set(state) == set(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=2e-5)  # k biases: no gradient but noise
+    stats = ours[0].engines[0].stats()
+    assert stats["peak_bytes"]["device"] <= tight()["device"]["memory"]
+    assert ours[0].unwrap_model(ours[1]) is ours[1]
+    ours[0].free_memory()
+
+
+def test_what_is_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole = prepared(Accelerator)
+    epoch(*whole)
+    whole[0].save_state(str(tmp_path / "saved"))
+    logs = epoch(*whole)
+    expected = whole[0].get_state_dict(whole[1])
+    whole[0].free_memory()
+    again = prepared(Accelerator)
+    again[0].load_state(str(tmp_path / "saved"))
+    assert epoch(*again) == logs
+    same(again[0].get_state_dict(again[1]), expected)
+    again[0].save_model(again[1], str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    again[0].free_memory()
+
+
+def test_a_frozen_model_beside_it_shares_the_budget() -> None:
+    accelerator, model, *_ = prepared(Accelerator)
+    teacher = accelerator.prepare(build(1))
+    ids = Rows(2)[1]["input_ids"][None]
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(input_ids=ids).logits, build(1)(input_ids=ids).logits)
+    accelerator.backward(
+        (model(input_ids=ids).logits - teacher(input_ids=ids).logits.detach()).square().mean()
+    )
+    assert accelerator.engine_of(teacher) is accelerator.engines[1]
+    accelerator.free_memory()
+
+
+def test_fp16_scales_its_own_losses() -> None:
+    ours = prepared(Accelerator, mixed_precision="fp16")
+    assert ours[0].scaler is None and ours[0].engines[0].config.precision == "fp16"
+    epoch(*ours)
+    assert ours[0].engines[0].loss_scale > 1 and not ours[0].optimizer_step_was_skipped
+    ours[0].free_memory()
+
+
+def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="fp8"):
+        Accelerator(cpu=True, mixed_precision="fp8", ebbtide=tight())
+    with pytest.raises(UnsupportedError, match="fsdp_plugin"):
+        Accelerator(cpu=True, fsdp_plugin=object(), ebbtide=tight())
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        Accelerator(cpu=True, ebbtide=tight() | {"accumulate": 2})
+    accelerator = Accelerator(cpu=True, ebbtide=tight())
+    model = build()
+    with pytest.raises(ConfigError, match="both at once"):
+        accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    accelerator, model, *_ = prepared(Accelerator)
+    with pytest.raises(UnsupportedError, match="norm_type"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    with pytest.raises(UnsupportedError, match="clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(ConfigError, match="ebbtide-0"):
+        (tmp_path / "empty").mkdir()
+        accelerator.load_state(str(tmp_path / "empty"))
+    accelerator.free_memory()
