@@ -1,0 +1,180 @@
+"""PyTorch Lightning, with the module in an ebbtide engine.
+
+    from ebbtide.integrations.lightning import EbbtideStrategy
+
+    trainer = Trainer(strategy=EbbtideStrategy({"device": {"memory": "20GB"}}), gradient_clip_val=1.0)
+
+One device, one optimizer (torch.optim.AdamW or Adam), automatic optimization. `training_step` and the other steps are
+the passes. A checkpoint is Lightning's file, for `load_from_checkpoint` anywhere, and a folder beside it with the rest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+import ebbtide as _ebbtide
+from ebbtide.config import Config
+from ebbtide.engine import Engine
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
+
+BESIDE = ".ebbtide"
+"""After a checkpoint's file name: the folder with the engine's own state."""
+
+
+class EbbtidePrecision(Precision):
+    """The engine has the precision, goes backward and clips."""
+
+    def __init__(self, strategy: EbbtideStrategy) -> None:
+        self._strategy = strategy
+        self.precision = "32-true"
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self._strategy.engine_there.backward(tensor, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        self._strategy.engine_there.clip_grad_norm_(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        raise UnsupportedError(
+            "gradient_clip_algorithm='value': the engine clips by the global norm, say 'norm'"
+        )
+
+
+class EbbtideStrategy(SingleDeviceStrategy):
+    """`config`: the engine's settings, as `ebbtide.initialize` takes them; precision is fp32 unless it names another."""
+
+    strategy_name = "ebbtide"
+
+    def __init__(self, config: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+        settings = Config.read(config)
+        if isinstance(config, Mapping) and "precision" not in config:
+            settings = settings.with_({"precision": "fp32"})
+        if settings.accumulate != 1 or settings.clip is not None:
+            raise ConfigError(
+                "EbbtideStrategy: accumulate and clip are the Trainer's, accumulate_grad_batches and gradient_clip_val"
+            )
+        kind = settings.device.kind
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(torch.device(kind, 0) if kind == "cuda" else kind, **kwargs)
+        self._settings = settings
+        self.engine: Engine | None = None
+        self._resumed: Path | None = None
+        self._precision_plugin = EbbtidePrecision(self)
+
+    @property
+    def engine_there(self) -> Engine:
+        if self.engine is None:
+            raise StateError("EbbtideStrategy: there is no engine before the Trainer has set the module up")
+        return self.engine
+
+    def close(self) -> None:
+        """Gives the engine's memory back; the module has no weights after that."""
+        if self.engine is not None:
+            self.engine.close()
+
+    # -- set-up ---------------------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        """The engine moves it, as much as its budget holds."""
+
+    def setup(self, trainer: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):
+            raise UnsupportedError(
+                "StochasticWeightAveraging copies weights that may be away: leave it out, and take engine.ema(decay)"
+            )
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                "automatic_optimization = False: a step that goes backward within itself is no pass of the engine's. "
+                "Use automatic optimization, or a loop of your own with ebbtide.initialize"
+            )
+        super().setup(trainer)
+        if self.engine is not None and self.engine.module is module:
+            if self.optimizers:
+                self.optimizers = [self.engine.optimizer]
+            return
+        if len(self.optimizers) > 1:
+            raise UnsupportedError(
+                f"configure_optimizers gave {len(self.optimizers)} optimizers: the engine has one, with param_groups"
+            )
+        given = self.optimizers[0] if self.optimizers else None
+        self.engine = _ebbtide.initialize(module, self._settings, given)
+        if given is not None:
+            self.optimizers = [self.engine.optimizer]
+
+    def teardown(self) -> None:
+        """The module stays in its engine, for whatever is done with it next."""
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self.engine_there.run(getattr(self.lightning_module, name), *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", *args, **kwargs)
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Moments are in the folder beside the file."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.engine_there.state_dict()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {"moments": f"in the folder beside this file that ends in {BESIDE}"}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint:  # not where weights alone are wanted
+            self.engine_there.save(_beside(filepath), keep=1)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._resumed = _beside(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._resumed is not None and self._resumed.is_dir():
+            self.engine_there.load(self._resumed)
+        else:
+            self.engine_there.load_state_dict(checkpoint["state_dict"], strict=strict)
+            for state in checkpoint.get("optimizer_states", ())[:1]:  # of a stock checkpoint
+                self.engine_there.optimizer.load_state_dict(state)
+
+
+def _beside(file: Any) -> Path:
+    path = Path(file)
+    return path.with_name(path.name + BESIDE)

@@ -1,0 +1,136 @@
+"""Lightning's Trainer with the module in an engine, beside the stock one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch.utils.data import DataLoader
+
+from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.integrations.lightning import EbbtideStrategy
+from test_integrations_transformers import Rows, build, same, tight
+
+warnings.filterwarnings("ignore", module="lightning")
+
+
+class Learner(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch).logits.argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def trainer_of(folder: Path, ours: bool, **more: Any) -> pl.Trainer:
+    given: dict[str, Any] = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 3,
+        "gradient_clip_val": 1.0,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(folder),
+        "accelerator": "cpu",
+    }
+    if ours:
+        given["strategy"] = EbbtideStrategy(tight())
+    return pl.Trainer(**given | more)
+
+
+def loader(count: int, first: int = 0) -> Any:
+    return DataLoader(
+        Rows(count, first), batch_size=4
+    )  # thirty rows: windows of three, three and two batches
+
+
+def fitted(folder: Path, ours: bool, resume: str | None = None, **more: Any) -> tuple[Learner, pl.Trainer]:
+    learner, trainer = Learner(), trainer_of(folder, ours, **more)
+    trainer.fit(learner, loader(30), [loader(8, 1000), loader(8, 2000)], ckpt_path=resume)
+    return learner, trainer
+
+
+def test_it_trains_as_stock_does(tmp_path: Path) -> None:
+    ours, stock = (fitted(tmp_path / name, name == "ours") for name in ("ours", "stock"))
+    assert ours[0].seen == pytest.approx(stock[0].seen, rel=1e-5)
+    for key, value in stock[1].callback_metrics.items():
+        assert float(ours[1].callback_metrics[key]) == pytest.approx(float(value), rel=1e-5), key
+    groups = [trainer.optimizers[0].param_groups[0]["lr"] for _, trainer in (ours, stock)]
+    assert groups[0] == groups[1]
+    engine = ours[1].strategy.engine
+    assert engine.stats()["peak_bytes"]["device"] <= tight()["device"]["memory"]
+    for key, value in stock[0].state_dict().items():
+        torch.testing.assert_close(engine.state_dict()[key], value, rtol=1e-4, atol=2e-5)
+    found = ours[1].predict(ours[0], loader(6, 3000))
+    expected = stock[1].predict(stock[0], loader(6, 3000))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    ours[1].strategy.close()
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_loads_anywhere(tmp_path: Path) -> None:
+    keeps = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}", save_top_k=-1)
+    whole, trainer = fitted(tmp_path / "whole", True, callbacks=[keeps])
+    expected = trainer.strategy.engine.state_dict()
+    trainer.strategy.close()
+    again, later = fitted(tmp_path / "again", True, resume=str(tmp_path / "kept" / "epoch=0.ckpt"))
+    same(later.strategy.engine.state_dict(), expected)
+    assert again.seen == whole.seen[len(whole.seen) // 2 :]
+    later.strategy.close()
+    plain = Learner.load_from_checkpoint(tmp_path / "kept" / "epoch=1.ckpt")
+    same(dict(plain.state_dict()), expected)
+
+
+def test_it_goes_on_from_a_stock_checkpoint(tmp_path: Path) -> None:
+    keeps = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}", save_top_k=-1)
+    whole, _ = fitted(tmp_path / "whole", False, callbacks=[keeps])
+    ours, trainer = fitted(tmp_path / "ours", True, resume=str(tmp_path / "kept" / "epoch=0.ckpt"))
+    assert ours.seen == pytest.approx(whole.seen[len(whole.seen) // 2 :], rel=1e-5)
+    trainer.strategy.close()
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    keeps = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}", monitor="train_loss", save_top_k=1)
+    _, trainer = fitted(tmp_path / "run", True, callbacks=[keeps])
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert len(names) == 2 and names[1] == names[0] + ".ebbtide"
+    trainer.strategy.close()
+
+
+def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="accumulate_grad_batches"):
+        EbbtideStrategy(tight() | {"accumulate": 2})
+    with pytest.raises(UnsupportedError, match=r"engine\.ema"):
+        fitted(tmp_path, True, callbacks=[StochasticWeightAveraging(1e-3)])
+    with pytest.raises(UnsupportedError, match="'norm'"):
+        fitted(tmp_path, True, gradient_clip_algorithm="value")
+
+    class ByHand(Learner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(UnsupportedError, match="automatic_optimization"):
+        trainer_of(tmp_path, True, gradient_clip_val=None, accumulate_grad_batches=1).fit(ByHand(), loader(8))
