@@ -257,9 +257,9 @@ class Session(Machinery):
             self.waiting.planned(plan, run)
         return False
 
-    def _left_by_forward(self) -> int | None:
-        """Bytes of non-model data that are there until backward, where forward went as planned and none waited. What the
-        user's own operators save until `loss.backward()` nobody has seen."""
+    def _end_forward(self) -> int | None:
+        """Notes what forward has left. Gives the bytes of non-model data that are there until backward, where forward went
+        as planned and none waited; what the user's own operators save until `loss.backward()` nobody has seen."""
         plan, run, known = self.course.plan, self._moments_run, self._known
         if known is None or plan is None or not self.course.on_track or not run:
             return None
@@ -298,7 +298,7 @@ class Session(Machinery):
             self.resting.built()
             if self.course.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
-                self.room.rest = self._left_by_forward()
+                self.room.rest = self._end_forward()
         except BaseException:
             self.abandon()
             raise
