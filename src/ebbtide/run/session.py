@@ -258,8 +258,8 @@ class Session(Machinery):
         return False
 
     def _end_forward(self) -> int | None:
-        """Notes what forward has left. Gives the bytes of non-model data that are there until backward, where forward went
-        as planned and none waited; what the user's own operators save until `loss.backward()` nobody has seen."""
+        """Notes what forward has left. Gives the bytes of non-model data that are there until backward, where forward
+        went as planned and none waited; what the user's own operators save for `loss.backward()` is not known."""
         plan, run, known = self.course.plan, self._moments_run, self._known
         if known is None or plan is None or not self.course.on_track or not run:
             return None
