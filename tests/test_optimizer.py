@@ -137,6 +137,38 @@ def test_moments_of_torchs_optimizer_are_taken_in() -> None:
         engine.close()
 
 
+def test_what_is_loaded_into_the_optimizer_that_was_handed_over_goes_to_the_engine() -> None:
+    """It lay there unused, and what was saved of it had no moments, without a word."""
+    model = zoo.build("gpt2")
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(**zoo.ZOO["gpt2"].batch(0)).loss.backward()
+    plain.step()
+    module = zoo.build("gpt2")
+    handed = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    config = config_of(precision="fp32", clip=None, device={"memory": 2_200_000})
+    del config["optimizer"]
+    engine = ebbtide.initialize(module, config, handed)
+    try:
+        handed.load_state_dict(plain.state_dict())
+        assert engine.steps == 1 and not handed.state and not engine.optimizer.state
+        assert handed.param_groups is engine.optimizer.param_groups and handed.param_groups[0]["lr"] == 1e-2
+        engine.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items()}, strict=False
+        )
+        plain.zero_grad()
+        model(**zoo.ZOO["gpt2"].batch(3)).loss.backward()
+        plain.step()
+        step(engine, 3)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+        with pytest.warns(UserWarning, match=r"no moments; engine\.save"):
+            handed.state_dict()
+        with pytest.raises(UnsupportedError, match="was handed over"):
+            handed.step()
+    finally:
+        engine.close()
+
+
 def test_state_of_another_optimizer_is_refused() -> None:
     model = zoo.build("gpt2")
     engine = engine_of()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -13,6 +14,12 @@ from torch.optim import optimizer as torch_optimizer
 from ebbtide.config import OptimizerConfig
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
 from ebbtide.kernels import require_settings
+
+NO_MOMENTS = (
+    "has the param groups and no moments; engine.save(folder) writes all that training needs to go on"
+)
+joined: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers of torch's that were handed over."""
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -79,12 +86,34 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The param groups. The state is in chunks, and a file that is written without it trains on as another run."""
-        warnings.warn(
-            "engine.optimizer.state_dict() has the param groups and no moments; engine.save(folder) writes all that "
-            "training needs to go on",
-            stacklevel=2,
-        )
+        warnings.warn(f"engine.optimizer.state_dict() {NO_MOMENTS}", stacklevel=2)
         return super().state_dict()
+
+    def join(self, handed: torch.optim.Optimizer) -> None:
+        """With an optimizer of torch's that was handed over: its groups are these, and what is loaded into it goes on to
+        the engine."""
+        self.handed = handed
+        handed.param_groups = self.param_groups  # what a scheduler on it changes counts
+        joined.add(handed)
+        own = weakref.ref(self)
+
+        def saved(_: torch.optim.Optimizer) -> None:
+            warnings.warn(f"{type(handed).__name__}.state_dict() {NO_MOMENTS}", stacklevel=4)
+
+        def loaded(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            engines = own()
+            if engines is not None:
+                engines.load_state_dict(state_dict)
+            return {**state_dict, "state": {}}
+
+        def shared(one: torch.optim.Optimizer) -> None:
+            engines = own()
+            if engines is not None:
+                one.param_groups = engines.param_groups
+
+        handed.register_state_dict_pre_hook(saved)
+        handed.register_load_state_dict_pre_hook(loaded)
+        handed.register_load_state_dict_post_hook(shared)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Param groups, as `state_dict` gives them; and the moments of a torch.optim.AdamW or Adam, into the chunks."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbtide.config import Config, OptimizerConfig
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
-from ebbtide.optimizer import EngineOptimizer, as_settings
+from ebbtide.optimizer import EngineOptimizer, as_settings, joined
 from ebbtide.runtime.parameters.away import name_of_managed
 
 _hooked: list[Any] = []
@@ -32,6 +32,11 @@ def refuse_foreign_steps() -> None:
 def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, EngineOptimizer):
         return
+    if optimizer in joined:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step(): it was handed over, and the engine updates by its settings: "
+            "call engine.step() in its place. Nothing was changed"
+        )
     name = _managed_by(optimizer)
     if name:
         raise UnsupportedError(

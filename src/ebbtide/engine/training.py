@@ -129,8 +129,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
                     module, config.optimizer, groups, self._update, self._zero_grad, self._take_moments
                 )
                 if handed is not None:
-                    self.optimizer.handed = handed
-                    handed.param_groups = self.optimizer.param_groups  # what a scheduler on it changes counts
+                    self.optimizer.join(handed)
             self._session = self._take_over(choice, kernels, files, ranks, companions)
         except BaseException:
             tiers.close_unused()
