@@ -18,7 +18,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.run.evaluations import larger
 from group import group_of
 from harness import Count, config_of
-from sampling import few, some
+from sampling import everything, few, some
 
 WIDTH, TOKENS = 32, 64
 
@@ -263,7 +263,7 @@ def test_what_is_evaluated_while_all_parameters_stay_is_foreseen() -> None:
             refused.append(loss is None)
             if loss is not None and least is None:
                 least = memory
-                assert memory - most < 24_000, "refused where it had room"
+                assert memory - most < (16_000 if everything() else 24_000), "refused where it had room"
             plain, most = evaluate(engine, x)
             assert plain is not None and most <= memory
             engine.backward(engine(x))
@@ -335,7 +335,8 @@ def test_beside_gradients_that_wait_for_their_step(host: int | str) -> None:
             assert "this iteration" in str(error) or "model data" in str(error)
         finally:
             engine.close()
-    assert ran > 2 and evaluated > 5
+    least = (5, 10) if everything() else (2, 5)
+    assert ran > least[0] and evaluated > least[1]
     assert not refused or host != "64MB"
 
 
@@ -418,7 +419,7 @@ def test_beside_outputs_that_are_still_held(loop: Any, unmanaged: list[str]) -> 
             refused += 1
         finally:
             engine.close()
-    assert ran and refused
+    assert (ran > 3 and refused > 1) if everything() else (ran and refused)
 
 
 def test_state_leaves_for_a_larger_evaluation_and_comes_back() -> None:
@@ -446,4 +447,4 @@ def test_state_leaves_for_a_larger_evaluation_and_comes_back() -> None:
             found.append((losses, homes, engine.weights_sha256()))
             engine.close()
         assert found[0][::2] == found[1][::2]
-    assert left
+    assert left > (3 if everything() else 0)

@@ -17,7 +17,7 @@ import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError
 from harness import LR, Count, Run, batch_of, config_of, expected, run
-from sampling import crossed, few, some
+from sampling import crossed, everything, few, some
 from test_exact import CHANGES, MODES
 
 STEPS = 4
@@ -286,7 +286,7 @@ def test_what_leaves_has_its_place_on_the_host_where_copies_of_all_have_none(fol
             refused += 1
         finally:
             engine.close()
-    assert ran and refused
+    assert (ran > 5 and refused > 1) if everything() else (ran and refused)
 
 
 class Wide(nn.Module):

@@ -40,7 +40,7 @@ GPUS = "_n_gpu"
 
 
 def require_version() -> None:
-    """Refuses a transformers that is too old, and warns of one that nobody has tried."""
+    """Refuses a transformers that is too old, and warns of one that this adapter was not tested with."""
     installed = version("transformers")
     found = tuple(int(part) for part in installed.split(".")[:2])
     if found < OLDEST:

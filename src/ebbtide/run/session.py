@@ -308,7 +308,7 @@ class Session(Machinery):
         self, last: bool, by_node: bool = False, loss: torch.Tensor | None = None
     ) -> Iterator[None]:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on. `by_node`: as for
-        `running`. `loss`: what it goes back from, where that is known."""
+        `running`. `loss`: the tensor that backward starts from, where the engine has it."""
         self._by_node = by_node
         self.planning.portion.go_on()
         self.updates.shown.forget()

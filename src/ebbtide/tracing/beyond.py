@@ -1,7 +1,7 @@
 """What autograd keeps for backward beyond a module's outputs, where the loss is computed outside of it.
 
-Nobody watches the user's own operators between forward and backward. When backward begins, the graph from the loss to
-the outputs says what they have saved.
+The engine does not see the user's own operators between forward and backward. When backward begins, the graph from the
+loss to the outputs says what they have saved.
 """
 
 from __future__ import annotations

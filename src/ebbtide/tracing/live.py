@@ -53,10 +53,11 @@ class Recorder:
             return
         seconds = time.perf_counter() - self._start
         peak, work = self._take_peak() + self._fixed, self._meter.take_work()
-        self._moments.append(Moment(self._event, peak, seconds, work, self._alive()))
+        self._moments.append(Moment(self._event, peak, seconds, work, self.alive()))
         self._event = -1
 
-    def _alive(self) -> int:
+    def alive(self) -> int:
+        """Bytes of non-model data that are there now."""
         return self._meter.alive() + self._away + self._fixed
 
     def _take_peak(self) -> int:
@@ -96,15 +97,11 @@ class Recorder:
     def arrival(self, parameter: int) -> None:
         self._arrivals.append(Arrival(parameter, self.index))
 
-    def alive(self) -> int:
-        """Bytes of non-model data that are there now."""
-        return self._alive()
-
     def reverse(self) -> None:
         """Backward starts, for the first time in the pass."""
         if self._forward < 0:
             self._forward = self.index
-            self._at_backward = self._alive()
+            self._at_backward = self.alive()
 
     def turn(self) -> None:
         """A backward is over, and the pass is not."""
@@ -115,7 +112,7 @@ class Recorder:
         for run in list(self._open):
             self.end(run)
         accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))
-        between = self._alive() + self._inputs
+        between = self.alive() + self._inputs
         return Record(
             self._signature,
             tuple(self._moments),
