@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from ebbtide.errors import BudgetError, StateError
 from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.draft import Plan
+from ebbtide.plan.evict import POLICIES, Candidate, choose
 from ebbtide.plan.place import make_plan
 from ebbtide.plan.residency import FREE, SPILL, STALE, Timeline, Use, replay
-from ebbtide.plan.schedule import advance, on_demand
+from ebbtide.plan.schedule import Free, advance, on_demand
 from ebbtide.plan.search import FRESH
 from ebbtide.plan.shape import ModelShape, Settings
 from ebbtide.plan.states import RunStates, State
@@ -405,3 +406,48 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
             if use.last == moment
             and (use.after in gone or (use.after == STALE and use.item in shape.sources))
         }
+
+
+@given(
+    st.lists(st.integers(-5, 30), min_size=1, max_size=200),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(-9, 9)), max_size=12),
+)
+def test_free_bytes_in_blocks_are_those_moment_by_moment(
+    free: list[int], asked: list[tuple[int, int, int]]
+) -> None:
+    blocks, length = Free(free), len(free)
+    for one, other, count in asked:
+        last = one % length + 1
+        floor = max(last - other % length, last - length + 1)
+        start = last
+        while start > floor and free[start - 1] >= count:
+            start -= 1
+        assert blocks.reach(floor, last, count) == start
+        blocks.add(start, last, -count)
+        for moment in range(start, last):
+            free[moment] -= count
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(0, 9), st.integers(0, 9), st.booleans()),
+        max_size=9,
+    ),
+    st.integers(0, 40),
+    st.sampled_from(sorted(POLICIES)),
+)
+def test_the_one_that_leaves_first_has_the_highest_score(
+    facts: list[tuple[int, int, int, bool]], needed: int, policy: str
+) -> None:
+    candidates = [Candidate(key, *one) for key, one in enumerate(facts)]
+    left, expected, freed = list(candidates), [], 0
+    while left and freed < needed:
+        best = max(left, key=lambda one: POLICIES[policy].score(one, needed - freed))
+        left.remove(best)
+        expected.append(best)
+        freed += best.nbytes
+    for one in expected[:-1]:
+        if freed - one.nbytes >= needed:
+            freed -= one.nbytes
+            expected.remove(one)
+    assert choose(policy, candidates, needed) == expected

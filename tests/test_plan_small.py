@@ -13,9 +13,10 @@ import pytest
 from ebbtide.plan import residency
 from ebbtide.plan.draft import draft
 from ebbtide.plan.evict import Candidate
-from ebbtide.plan.execute import step_seconds
-from ebbtide.plan.forecast import Question, job_of, look
+from ebbtide.plan.execute import least_seconds, step_seconds
+from ebbtide.plan.forecast import Question, fits, job_of, look
 from ebbtide.plan.strategies import STRATEGIES
+from ebbtide.record import FORWARD
 from test_simulate import MACHINE, small_question
 
 CASES = 40
@@ -107,3 +108,41 @@ def test_schedules_are_near_the_best_there_is(cases: int, monkeypatch: pytest.Mo
     )  # the ladder may find what one budget cannot
     assert statistics.median(ratios) <= 1.05, sorted(ratios)
     assert max(ratios) <= 1.25, sorted(ratios)
+
+
+def test_whether_something_fits_is_known_without_its_plan() -> None:
+    rng = random.Random(2)
+    answers = set()
+    for _ in range(120):
+        question = small_case(rng)
+        machine = question.ask.machine
+        # Down to what holds no chunk in use.
+        memory = int(machine.device.memory * rng.choice([1, 0.5, 0.2, 0.05]))
+        machine = replace(
+            machine,
+            device=replace(machine.device, memory=memory),
+            host=replace(machine.host, memory=int(machine.host.memory * rng.choice([1, 0.5, 0.3]))),
+        ).with_devices(rng.choice([1, 2, 4]))
+        question = replace(question, ask=replace(question.ask, machine=machine))
+        answers.add(fits(question))
+        assert fits(question) == look(question, quick=True).fits
+    assert answers == {True, False}
+
+
+def test_no_step_is_shorter_than_what_is_known_before_it_is_walked() -> None:
+    rng = random.Random(3)
+    said = 0
+    for _ in range(60):
+        question = small_case(rng)
+        record = question.record
+        forward = max(place for place, moment in enumerate(record.moments) if moment.phase == FORWARD)
+        question = replace(question, record=replace(record, forward=forward))
+        setup = STRATEGIES["ebbtide"](question.ask)
+        for count in range(setup.shape.chunks + 1):
+            made = draft(setup.shape, question.record, setup.settings, frozenset(range(count)))
+            if made is not None and not any(made.short):
+                job = job_of(question, setup, made.plan())
+                least = least_seconds(job)
+                said += least > 0
+                assert least <= step_seconds(job) * (1 + 1e-9)
+    assert said

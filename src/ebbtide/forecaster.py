@@ -17,6 +17,7 @@ from ebbtide.config import Config, Grown
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
+from ebbtide.models.alike import layers_alike
 from ebbtide.models.recompute import checkpoint_activations as checkpoint
 from ebbtide.plan.activations import ALL, CHECKPOINTS, OFF
 from ebbtide.plan.enough import more_memory
@@ -27,6 +28,7 @@ from ebbtide.plan.verdict import Lift, lifts, sentence
 from ebbtide.record import Record
 from ebbtide.strict import Auto
 from ebbtide.tracing.alone import Trace, trace
+from ebbtide.tracing.deeper import SHALLOW, foresee
 from ebbtide.tracing.elsewhere import RULES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -169,6 +171,9 @@ class Forecaster:
         self._model = None if self.spec is not None else model
         self._example, self._tokens = example, tokens
         self._seen: dict[tuple[object, ...], Seen] = {}
+        self._shallow: dict[tuple[object, ...], list[Trace]] = {}
+        self._alike: bool | None = None
+        """Whether the model's layers are; None where nobody has looked."""
         if self.spec is None and example is None:
             raise ConfigError(
                 "a module needs an example of its input: forecast(module, machine, example={...})"
@@ -211,12 +216,8 @@ class Forecaster:
     ) -> Seen:
         assert self.spec is not None
         spec = self.spec if layers is None else self.spec.with_layers(layers)
-        share = spec.share_of_experts(shares)
-        module = share.on_meta()
-        if work.checkpoint_activations:
-            checkpoint(module, spec.name)
         dtype = DTYPES[self.config.precision]
-        traced = trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target, saved)
+        traced = self._traced(spec, work, shares, target, saved)
         spread = spec.experts and (shares > 1 or ranks == 1)
         expert = tuple(".experts." in tensor.name for tensor in traced.tensors) if spread else ()
         tokens = spec.tokens(work.batch, work.seq)
@@ -226,6 +227,47 @@ class Forecaster:
         return Seen(
             spec.name, traced, params, tokens, expert, ranks // shares, sent if any(expert) else 0, 0.0
         )
+
+    def _traced(self, spec: ModelSpec, work: Workload, shares: int, target: str, saved: bool) -> Trace:
+        foreseen = self._foreseen(spec, work, shares, target, saved)
+        if foreseen is not None:
+            return foreseen
+        share = spec.share_of_experts(shares)
+        module = share.on_meta()
+        if work.checkpoint_activations:
+            checkpoint(module, spec.name)
+        dtype = DTYPES[self.config.precision]
+        return trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target, saved)
+
+    def _foreseen(
+        self, spec: ModelSpec, work: Workload, shares: int, target: str, saved: bool
+    ) -> Trace | None:
+        """From traces of few layers, where all are alike: the first deep model that is asked for shows it."""
+        if spec.layers <= sum(SHALLOW) or self._alike is False:
+            return None
+        found = foresee(self._few(work, shares, target, saved), spec.layers)
+        if self._alike is None:
+            module = spec.share_of_experts(shares).on_meta()
+            shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+            same = found is not None and [(t.name, t.shape) for t in found.tensors] == shapes
+            self._alike = same and layers_alike(module, spec.config, spec.layers)
+        return found if self._alike else None
+
+    def _few(self, work: Workload, shares: int, target: str, saved: bool) -> list[Trace]:
+        """Of the same model with few layers."""
+        assert self.spec is not None
+        key = (work.batch, work.seq, work.checkpoint_activations, shares, target, saved)
+        if key not in self._shallow:
+            specs = [self.spec.with_layers(layers) for layers in SHALLOW]
+            self._shallow[key] = [self._traced(spec, work, shares, target, saved) for spec in specs]
+        return self._shallow[key]
+
+    def with_layers(self, layers: int) -> Forecaster:
+        """For the same model with so many layers; what was traced of few serves it, too."""
+        assert self.spec is not None
+        other = Forecaster(self.spec.with_layers(layers), self.config)
+        other._shallow = self._shallow
+        return other
 
     def _of_module(self, work: Workload, target: str, saved: bool) -> Seen:
         module = self._model if isinstance(self._model, nn.Module) else self._built()

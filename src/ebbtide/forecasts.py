@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.forecaster import Forecast, Forecaster, Largest, Workload
 from ebbtide.models import ModelSpec
-from ebbtide.plan.forecast import Outlook, look
+from ebbtide.plan.forecast import Outlook, Question, fits, look
 from ebbtide.plan.machine import Machine
 from ebbtide.plan.strategies import STRATEGIES
 
@@ -41,37 +42,36 @@ def find_largest(
     if what == "model" and not forecaster.spec.layers:
         raise ConfigError(f"--find-max model: the layers of {forecaster.spec.name} cannot be counted")
     spec = forecaster.spec
-    known: dict[int, Outlook] = {}
 
+    def asked(size: int) -> Question:
+        if what == "model":
+            return forecaster.question(machine, work, strategy, size)
+        return forecaster.question(machine, replace(work, batch=size), strategy)
+
+    @cache
+    def trains(size: int) -> bool:
+        return fits(asked(size))
+
+    @cache
     def at(size: int) -> Outlook:
-        if size not in known:
-            if what == "model":
-                question = forecaster.question(machine, work, strategy, size)
-            else:
-                question = forecaster.question(machine, replace(work, batch=size), strategy)
-            known[size] = look(question, quick=True)
-        return known[size]
-
-    def fits(size: int) -> bool:
-        return at(size).fits
+        return look(asked(size), quick=True)
 
     def quick_enough(size: int) -> bool:
-        return fits(size) and (at(size).tflops_per_device or 0.0) >= min_tflops
+        return trains(size) and (not min_tflops or (at(size).tflops_per_device or 0.0) >= min_tflops)
 
     start = spec.layers if what == "model" else work.batch
-    size = largest(fits, start, MOST[what])
+    size = fitting = largest(trains, start, MOST[what])
     if size and not quick_enough(size):
         # Larger batches compute faster, so no smaller one is quick enough; of models a smaller one may be.
         size = largest(quick_enough, max(1, size // 2), size) if what == "model" else 0
     if not size:
-        raise _none(at(max(known, key=lambda tried: (known[tried].fits, tried))), what, min_tflops)
+        raise _none(at(fitting or 1), what, min_tflops)
     if what == "batch":
         work = replace(work, batch=size)
         answer = forecaster.answer(machine, work, strategy)
         best = Largest(answer.outlook.params, spec.layers or None, size)
     else:
-        deep = Forecaster(spec.with_layers(size), forecaster.config)
-        answer = deep.answer(machine, work, strategy)
+        answer = forecaster.with_layers(size).answer(machine, work, strategy)
         best = Largest(answer.outlook.params, size, work.batch)
     return replace(answer, max=best)
 

@@ -53,9 +53,7 @@ class Books:
         self, lane: str, seconds: float, after: Iterable[int], moment: int, nbytes: int = 0, cause: str = ""
     ) -> int:
         """`after`: tasks, or -1 for none."""
-        known = tuple(sorted(set(after)))
-        if known and known[0] < 0:
-            known = known[1:]
+        known = tuple(sorted({task for task in after if task >= 0}))
         shares = self._shares(lane, seconds, nbytes) if lane in MOVES else self.rates.shares(lane)
         first = lane == HOST and not self.rates.on_cpu
         self.tasks.append(Task(lane, seconds, known, shares, cause or lane, moment, nbytes, first))

@@ -132,8 +132,8 @@ class _Facts:
         self.params = sum(shape.parameter_bytes[i] for i in trained)
         self.updates = sum(update_bytes[i] for i in trained)
         self.compute = settings.accumulate * sum(rates.compute(moment) for moment in record.moments)
-        self.rooms = [settings.device - moment.peak for moment in record.moments]
-        self.crossing = _crossing(shape, record)
+        rooms = [settings.device - moment.peak for moment in record.moments]
+        self.tightest = _tightest(rooms, _crossing(shape, record))
         self.gathered = sum(shape.whole_bytes[i] for i in trained if i in shape.shared)
 
     def at(self, share: float) -> Must:
@@ -142,7 +142,7 @@ class _Facts:
         held = share * (self.state + self.params)
         again = max(
             (max(0.0, held + max(0.0, across - share * self.params) - room)
-             for room, across in zip(self.rooms, self.crossing, strict=True)),
+             for room, across in self.tightest),
             default=0.0,
         )  # fmt: skip
         again = 0.0 if settings.placement == "static" else again * settings.accumulate
@@ -170,6 +170,15 @@ class _Facts:
             traffic = (away * self.updates + 2 * streamed) / self.behind + up + down
             seconds[DRAM] = traffic / rates.dram
         return Must({name: value for name, value in seconds.items() if value})
+
+
+def _tightest(rooms: Sequence[int], crossing: Sequence[int]) -> list[tuple[int, int]]:
+    """The moments' rooms with what crosses them, without those where more room has less to hold than some other."""
+    found: list[tuple[int, int]] = []
+    for room, across in sorted(zip(rooms, crossing, strict=True), key=lambda pair: (pair[0], -pair[1])):
+        if not found or across > found[-1][1]:
+            found.append((room, across))
+    return found
 
 
 def _waiting(shape: ModelShape, record: Record) -> list[int]:

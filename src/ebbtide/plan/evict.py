@@ -8,7 +8,9 @@ bytes of the refetch and, if dirty, of the write-back. For equal, clean chunks t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 NEVER = 1 << 60
 
@@ -41,33 +43,47 @@ def _list_order(candidate: Candidate, short: int) -> Score:
     return (0.0, -candidate.key)
 
 
-POLICIES: dict[str, Callable[[Candidate, int], Score]] = {
-    "farthest-next-use": _farthest,
-    "lru": _lru,
-    "list-order": _list_order,
+@dataclass(frozen=True)
+class _Policy:
+    score: Callable[[Candidate, int], Score]
+    """Of a candidate, where so many bytes are short: the highest leaves first."""
+    order: Callable[[Candidate], Any]
+    """Among candidates of one size, clean or dirty alike, scores go up with it, however much is short."""
+    downward: bool = False
+    """They go down."""
+
+
+POLICIES: dict[str, _Policy] = {
+    "farthest-next-use": _Policy(_farthest, attrgetter("next_use", "key")),
+    "lru": _Policy(_lru, attrgetter("last_use", "key"), True),
+    "list-order": _Policy(_list_order, attrgetter("key"), True),
 }
 
 
 def choose(policy: str, candidates: Iterable[Candidate], needed: int) -> Sequence[Candidate]:
     """The candidates to evict, first to last, until `needed` bytes are free; all of them where that is not
     enough. What the last one makes superfluous stays."""
-    score = POLICIES[policy]
-    left = list(candidates)
-    sizes = {candidate.nbytes for candidate in left}
-    largest = max(sizes, default=0) if len(sizes) > 1 else 0
-    # While more is short than any candidate has, or where all have the same, how much is short does not change who is
-    # first: one order serves for all.
-    left.sort(key=lambda candidate: score(candidate, max(sizes)))
+    way = POLICIES[policy]
+    alike: dict[tuple[int, bool], list[Candidate]] = {}
+    for candidate in candidates:
+        alike.setdefault((candidate.nbytes, candidate.dirty), []).append(candidate)
+    for group in alike.values():
+        group.sort(key=way.order, reverse=way.downward)
+    largest = max((nbytes for nbytes, _ in alike), default=0)
+    heads = {kind: way.score(group[-1], needed) for kind, group in alike.items()}
     chosen: list[Candidate] = []
     freed = 0
-    while left and freed < needed:
-        if needed - freed >= largest:
-            best = left.pop()
-        else:
-            best = max(left, key=lambda candidate: score(candidate, needed - freed))
-            left.remove(best)
-        chosen.append(best)
-        freed += best.nbytes
+    while heads and freed < needed:
+        best = max(heads, key=heads.__getitem__)
+        group = alike[best]
+        chosen.append(group.pop())
+        freed += best[0]
+        if not group:
+            del heads[best]
+        # While more is short than any candidate has, how much it is changes no score.
+        changed = heads if needed - freed < largest else [best] if group else []
+        for kind in changed:
+            heads[kind] = way.score(alike[kind][-1], needed - freed)
     for candidate in chosen[:-1]:
         if freed - candidate.nbytes >= needed:
             freed -= candidate.nbytes

@@ -55,6 +55,26 @@ def step_seconds(job: Job) -> float:
     return pace(job, run.ends[walked.last[-1]] - run.ends[walked.last[-2]], walked.moved()).step
 
 
+def least_seconds(job: Job) -> float:
+    """What the steady iteration takes at least, without walking: updates on the host begin when backward has ended, one
+    after the other, and the next backward begins when forward has used what they made. 0.0 where that does not hold."""
+    settings, record, shape = job.settings, job.plan.record, job.shape
+    if settings.in_backward or job.lock_free or record.forward < 0:
+        return 0.0
+    used = {
+        chunk
+        for access in record.accesses
+        if access.first <= record.forward
+        for chunk in shape.run_chunks[access.run]
+    }
+    came = last_arrivals(record, shape.parameter_chunk)
+    updated = [i for i in came if shape.state_bytes[i] and job.plan.homes[i] == "host"]
+    if not used.issuperset(updated):
+        return 0.0
+    backward = sum(job.rates.compute(moment) for moment in record.moments[record.forward + 1 :])
+    return backward + sum(job.rates.update_on_host(job.update_bytes[i]) for i in updated)
+
+
 def walk(job: Job, iterations: int = ITERATIONS) -> Walked:
     return _Walk(job).run(iterations)
 
@@ -70,6 +90,8 @@ class _Walk(Books):
         for use in self.plan.uses:
             self.starts[use.first].append(use)
             self.ends[use.last].append(use)
+        for ending in self.ends:
+            ending.sort(key=lambda use: -use.item)  # what is gathered goes before its slices
         record = self.plan.record
         self.seconds = [self.rates.compute(moment) for moment in record.moments]
         self.arriving: dict[int, list[int]] = {}
@@ -87,6 +109,7 @@ class _Walk(Books):
         self.returned: list[int] = []
         """What the next pass waits for."""
         self.trips = self._trips()
+        """Empty where none leave."""
         self.gone: dict[int, int] = {}
         """By number, activations that have left: the task that ends it."""
         self.back: dict[int, int] = {}
@@ -121,13 +144,14 @@ class _Walk(Books):
                 self.fetch(trigger.item, place)
 
     def _moment(self, place: int, once: int) -> None:
-        for trip in self.trips["gone"].get(once, ()):
-            self.leaving.append((self.gone[trip.number], trip.bytes))
-            self.leaving_bytes += trip.bytes
+        if self.trips:
+            self._activations_gone(once)
         self._trigger(place)
         waits = self._bring(place)
         room = self.room_for(0, place)
-        waits += [*room, *self._activations_back(place, once, room)]
+        waits += room
+        if self.trips:
+            waits += self._activations_back(place, once, room)
         exchanged = self.job.exchanges.get(once, 0)
         if exchanged:
             seconds = self.rates.exchange(exchanged, self.rates.ranks)
@@ -136,7 +160,8 @@ class _Walk(Books):
             waits += self.returned
             self.returned = []
         self.compute = self.task(COMPUTE, self.seconds[once], [*waits, self.main], place)
-        self._activations_away(place, once)
+        if self.trips:
+            self._activations_away(place, once)
         self._capture(place, once)
         self._measure(place)
         self._finish(place)
@@ -164,13 +189,20 @@ class _Walk(Books):
         """Activations that leave, by the moment of a pass: forward saves them, the level counts them no more, it counts
         them again, backward wants them."""
         away, saved = self.plan.away, self.plan.record.saved
+        if away is None or not away.trips:
+            return {}
         found: dict[str, dict[int, list[Trip]]] = {"saved": {}, "gone": {}, "come": {}, "wanted": {}}
-        for trip in () if away is None else away.trips.values():
+        for trip in away.trips.values():
             facts = saved[trip.number]
             when = {"saved": facts.first, "gone": trip.gone, "come": trip.come, "wanted": facts.back}
             for what, moment in when.items():
                 found[what].setdefault(moment, []).append(trip)
         return found
+
+    def _activations_gone(self, once: int) -> None:
+        for trip in self.trips["gone"].get(once, ()):
+            self.leaving.append((self.gone[trip.number], trip.bytes))
+            self.leaving_bytes += trip.bytes
 
     def _activations_away(self, place: int, once: int) -> None:
         for trip in self.trips["saved"].get(once, ()):
@@ -221,9 +253,7 @@ class _Walk(Books):
             }
 
     def _finish(self, place: int) -> None:
-        for use in sorted(
-            self.ends[place], key=lambda use: -use.item
-        ):  # what is gathered goes before its slices
+        for use in self.ends[place]:
             held = self.held.get(use.item)
             kind, chunk = self.items[use.item]
             if held is None or use.after == KEEP:

@@ -7,6 +7,7 @@ against what any plan would have to do. Nothing here knows a device, a clock or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +16,11 @@ from ebbtide.plan.activations import OFF, send_away
 from ebbtide.plan.afloat import plan_afloat
 from ebbtide.plan.bound import Must, resource_bound
 from ebbtide.plan.draft import Plan
-from ebbtide.plan.execute import Walked, step_seconds, walk
+from ebbtide.plan.execute import Walked, least_seconds, step_seconds, walk
 from ebbtide.plan.hostside import waiting_gradients
 from ebbtide.plan.job import Job
 from ebbtide.plan.pace import pace
+from ebbtide.plan.place import has_plan, hopeless
 from ebbtide.plan.rates import COMPUTE, LANES, READ, WRITE, Rates
 from ebbtide.plan.simulate import Run, simulate
 from ebbtide.plan.stage import days_left
@@ -27,6 +29,8 @@ from ebbtide.record import Record
 
 NOTHING = 1e-9
 """Seconds too short to speak of."""
+SURELY = 1.001
+"""A plan that takes longer than the best by this factor, at least, need not be simulated."""
 STRIP = 400
 """Pieces that a step's timeline is drawn in."""
 
@@ -136,18 +140,45 @@ def look(
 
 def _planned(question: Question, setup: Setup, quick: bool) -> tuple[Setup, Plan]:
     """Where there is no plan beside exchanges of whole chunks, ranks exchange slices, as the engine's do."""
+    sliced = setup.sliced()
+    if sliced is not None and hopeless(setup.shape, question.record, setup.settings):
+        return _planned(question, sliced, quick)
+
+    best = math.inf
 
     def seconds(plan: Plan) -> float:
-        return step_seconds(job_of(question, setup, plan))
+        nonlocal best
+        job = job_of(question, setup, plan)
+        # With activations away the best of each choice is asked for, not the best of all.
+        least = least_seconds(job) if question.offload == OFF else 0.0
+        if least > SURELY * best:
+            return least
+        found = step_seconds(job)
+        best = min(best, found)
+        return found
 
     cost = None if quick else seconds
     try:
         return setup, plan_afloat(setup.shape, question.record, setup.settings, question.offload, cost)
     except BudgetError:
-        sliced = setup.sliced()
         if sliced is None:
             raise
     return _planned(question, sliced, quick)
+
+
+def fits(question: Question) -> bool:
+    """As `look` says, and sooner: any plan will do."""
+    if question.offload != OFF:
+        return look(question, quick=True).fits
+    setup = set_up(question.strategy, question.ask)
+    try:
+        check_warm_up(setup)
+    except BudgetError:
+        return False
+    sliced = setup.sliced()
+    return any(
+        has_plan(one.shape, question.record, one.settings) for one in (setup, sliced) if one is not None
+    )
 
 
 def job_of(question: Question, setup: Setup, plan: Plan) -> Job:

@@ -17,7 +17,7 @@ from ebbtide.plan.draft import Draft, Plan, draft, fixed_bytes
 from ebbtide.plan.hostside import fill_host
 from ebbtide.plan.search import Cost, Search
 from ebbtide.plan.shape import ModelShape, Settings
-from ebbtide.plan.uses import SCALARS, levels_of
+from ebbtide.plan.uses import SCALARS, least_room, levels_of, uses_of
 from ebbtide.record import FORWARD, Record
 from ebbtide.units import format_size
 
@@ -39,6 +39,9 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
             dear.some()
         if dear.best is not None:
             return dear.best
+        if not dear.small and not settings.ssd_beside_device:
+            # Without a cost the same would be tried.
+            raise _refusal(shape, record, settings, dear.nearest)
     search = Search(shape, record, settings)
     if settings.placement == "auto":
         search.some()
@@ -47,6 +50,28 @@ def make_plan(shape: ModelShape, record: Record, settings: Settings, cost: Cost 
     if search.best is None:
         raise _refusal(shape, record, settings, search.nearest)
     return search.best
+
+
+def has_plan(shape: ModelShape, record: Record, settings: Settings) -> bool:
+    """Whether `make_plan` finds one; of those that do, the first that comes to mind."""
+    if hopeless(shape, record, settings):
+        return False
+    search = Search(shape, record, _for_gradients(shape, record, settings))
+    search.none()
+    if search.best is None and settings.placement == "auto":
+        search.some()
+    return search.best is not None
+
+
+def hopeless(shape: ModelShape, record: Record, settings: Settings) -> bool:
+    """Whether some moment uses more than the device has, without any state there. Where state lives on SSD its buffers
+    may be more than state, and nothing is said."""
+    if settings.placement != "auto" or settings.ssd_beside_device:
+        return False
+    settings = _for_gradients(shape, record, settings)
+    fixed = fixed_bytes(shape, settings, frozenset(), fill_host(shape, frozenset(), settings))
+    uses = uses_of(shape, record, settings, frozenset())
+    return fixed + least_room(levels_of(shape, record, settings), shape.sizes, uses) > settings.device
 
 
 def _for_gradients(shape: ModelShape, record: Record, settings: Settings) -> Settings:

@@ -88,6 +88,8 @@ class _Item:
     stale: bool = False
     pins: int = 0
     last: int = -1
+    following: int = -1
+    """When it is used next: right until then."""
     left: int = 0
     """When it last left the device, or when its newer copy appears: no fetch before."""
 
@@ -200,12 +202,17 @@ class _Replay:
         short = self.occupied + needed - self.line.rooms[moment]
         if short <= 0:
             return
+        items, sizes, staying = self.items, self.line.sizes, self.line.staying
         candidates = [
             Candidate(
-                i, self.line.sizes[i], self._distance(i, moment), item.last, item.dirty and not item.stale
+                i,
+                sizes[i],
+                NEVER if item.stale else self._next(i, item, now, moment) - now,
+                item.last,
+                item.dirty and not item.stale,
             )
-            for i, item in ((i, self.items[i]) for i in self.resident)
-            if not item.pins and i not in self.line.staying
+            for i in self.resident
+            if not (item := items[i]).pins and i not in staying
         ]
         for candidate in choose(self.policy, candidates, short):
             self._leave(candidate.key, now, moves)
@@ -213,14 +220,17 @@ class _Replay:
         if short > self.result.short:
             self.result.short, self.result.short_moment = short, moment
 
-    def _distance(self, index: int, moment: int) -> int:
-        if self.items[index].stale:
-            return NEVER
-        firsts = self.firsts[index]
-        if not firsts:
-            return NEVER
-        place = bisect_left(firsts, moment)
-        return (firsts[place] if place < len(firsts) else firsts[0] + self.length) - moment
+    def _next(self, index: int, item: _Item, now: int, moment: int) -> int:
+        """When it is used next, from this moment on."""
+        if item.following < now:
+            firsts = self.firsts[index]
+            if not firsts:
+                return now + NEVER
+            place = bisect_left(firsts, moment)
+            item.following = (
+                now - moment + (firsts[place] if place < len(firsts) else firsts[0] + self.length)
+            )
+        return item.following
 
     def _leave(self, index: int, now: int, moves: list[Move]) -> None:
         item = self.items[index]

@@ -79,11 +79,13 @@ class Search:
     def some(self) -> None:
         """Some shares, with all the room there is; where plans have a cost, the best with less."""
         best = self._shares(floor=0)
+        if self.best is None:
+            return  # nor does anything fit with less room
         if self.cost is not None:
             held = self._held(best)
             for budget in self._rungs(held)[::COARSE]:
                 self._try(held, budget)
-        elif self.settings.ssd_beside_device and self.best is not None and self.best.traffic:
+        elif self.settings.ssd_beside_device and self.best.traffic:
             self._shares(floor=max(self.levels, default=0))
 
     def _shares(self, floor: int) -> int:

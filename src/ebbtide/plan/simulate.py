@@ -129,23 +129,24 @@ class _Simulation:
 
     def _advance(self) -> list[str]:
         """To the next end of a task."""
-        running, left = self.running, self.left
-        kinds = tuple([self.kinds[place] for place in running])
+        running, left, kind_of = self.running, self.left, self.kinds
+        kinds = tuple([kind_of[place] for place in running])
         rates = self.known.get(kinds)
         if rates is None:
             rates = self.known[kinds] = self._rates()
         step = min(map(truediv, left, rates))
         self.now += step
-        self.running, self.left = [], []
+        self.running, self.left = still, rests = [], []
         lanes: list[str] = []
         for place, before, rate in zip(running, left, rates, strict=True):
             rest = before - step * rate
-            if rest <= 1e-12 * self.tasks[place].seconds:
-                self.busy.remove(self.tasks[place].lane)
+            task = self.tasks[place]
+            if rest <= 1e-12 * task.seconds:
+                self.busy.remove(task.lane)
                 lanes += self._end(place)
             else:
-                self.running.append(place)
-                self.left.append(rest)
+                still.append(place)
+                rests.append(rest)
         return lanes
 
     def _rates(self) -> tuple[float, ...]:
