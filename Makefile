@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+OLDEST := torch==2.11.0
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install demo test test-all lint types contract check wheel wheel-check gpu-check clean
+.PHONY: install demo test test-all test-oldest lint types contract check wheel wheel-check gpu-check clean
 
 install: $(VENV)/.installed
 
@@ -23,8 +24,20 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile ci -m "not heavy"
 
-test-all: install
+test-all: install test-oldest
 	$(BIN)/python -m pytest
+
+# With the oldest torch that is supported: its own environment, of several gigabytes where torch brings CUDA. Its Triton
+# has an interpreter that current NumPy does not suit; those kernels are checked on a GPU.
+test-oldest: build/oldest/.installed
+	PYTHONPATH=src build/oldest/bin/python -m pytest -n 2 --dist loadgroup --hypothesis-profile ci -m "not heavy" \
+		--ignore tests/test_kernels_gpu.py
+
+build/oldest/.installed: pyproject.toml $(wildcard src/ebbtide/kernels/*.cpp)
+	test -x build/oldest/bin/python || $(PYTHON) -m venv build/oldest
+	build/oldest/bin/python -m pip install -q --disable-pip-version-check $(OLDEST)
+	build/oldest/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	touch $@
 
 lint: install
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ LARGEST = 1 << 62
 class Plain:
     """A value, and where it is from."""
 
+    __slots__ = ("place", "value")
+
     def __init__(self, value: Any, place: str) -> None:
         self.value, self.place = value, place
 
@@ -53,7 +55,7 @@ class Plain:
         return [Plain(one, f"{self.place}[{place}]") for place, one in enumerate(self.value)]
 
     def text(self) -> str:
-        if not isinstance(self.value, str) or any("\ud800" <= one <= "\udfff" for one in self.value):
+        if not isinstance(self.value, str) or not _encodes(self.value):
             self.wrong("text")
         return self.value
 
@@ -70,7 +72,20 @@ class Plain:
         return float(self.value)
 
     def numbers(self) -> tuple[int, ...]:
+        if isinstance(self.value, list) and all(
+            type(one) is int and 0 <= one <= LARGEST for one in self.value
+        ):
+            return tuple(self.value)
         return tuple(one.number() for one in self.entries())
 
     def each(self, read: Callable[[Plain], Any]) -> Mapping[str, Any]:
         return {key: read(one) for key, one in self.items().items()}
+
+
+def _encodes(text: str) -> bool:
+    """JSON can spell halves of characters, which no file can be named by."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

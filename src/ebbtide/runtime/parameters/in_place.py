@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 _ALIASES = frozenset(
     (
@@ -41,6 +42,19 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
         _told.pop(id(parameter), None)
 
 
+def _unmasked(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The call with parameters of the class that they came with: torch 2.11's fake mode takes no other. Taking it off
+    is all the same to whoever holds them, for it is worn again before anything else happens."""
+    worn = [one for one in tree_iter((args, kwargs)) if type(one) is InPlace]
+    for one in worn:
+        one.__class__ = nn.Parameter
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for one in worn:
+            one.__class__ = InPlace
+
+
 class InPlace(nn.Parameter):
     """Worn between passes; it behaves as the parameter does."""
 
@@ -53,6 +67,8 @@ class InPlace(nn.Parameter):
                 told = _told.get(id(args[0]))
                 if told is not None:
                     told()
+            if torch._C._len_torch_dispatch_stack():
+                return _unmasked(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
