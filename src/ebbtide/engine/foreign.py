@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,12 +79,25 @@ class Schedulers:
         if own is None:
             return
         here = {id(parameter) for group in own.param_groups for parameter in group["params"]}
-        for one in gc.get_objects():
-            kind = type(one)
-            if issubclass(kind, torch.optim.Optimizer) and not issubclass(kind, EngineOptimizer):
-                groups = [] if one.param_groups is own.param_groups else one.param_groups
-                if any(id(parameter) in here for group in groups for parameter in group["params"]):
-                    yield one
+        for one in _others():
+            groups = [] if one.param_groups is own.param_groups else one.param_groups
+            if any(id(parameter) in here for group in groups for parameter in group["params"]):
+                yield one
+
+
+def _others() -> list[torch.optim.Optimizer]:
+    """All optimizers that there are, but for those of engines. Objects are looked through, by the hundred thousand, only
+    where there may be one: a class that ever made one has a step that torch hooked."""
+    kinds = {kind for kind in _kinds(torch.optim.Optimizer) if getattr(kind.step, "hooked", False)}
+    return [one for one in gc.get_objects() if type(one) in kinds] if kinds else []
+
+
+def _kinds(kind: type[torch.optim.Optimizer]) -> Iterator[type[torch.optim.Optimizer]]:
+    """The classes of optimizers, but for the engine's own."""
+    for one in kind.__subclasses__():
+        if one is not EngineOptimizer:
+            yield one
+            yield from _kinds(one)
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
