@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 import ebbtide
+import zoo
 from ebbtide.config import Config
 from ebbtide.engine import open_tiers
 from ebbtide.engine.training import Engine
@@ -292,3 +294,23 @@ def test_words_for_a_budget() -> None:
             ebbtide.initialize(Deep(2), config_of(precision="fp32", device={"memory": "half"}))
     finally:
         engine.close()
+
+
+def test_a_budget_that_is_found_takes_nothing_of_a_host_that_was_set(tmp_path: Path) -> None:
+    """RAM is both, and the host has a size of its own: beside SSD it is a small one."""
+    config = {
+        "precision": "fp32",
+        "device": {"kind": "cpu", "memory": "least"},
+        "host": {"memory": "4MB"},
+        "ssd": {"memory": "64MB", "folder": str(tmp_path)},
+        "chunk_size": "32KiB",
+    }
+    batch = zoo.ZOO["gpt2"].batch(0)
+    with ebbtide.initialize(zoo.build("gpt2"), config) as engine:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        stats = engine.stats()
+        assert stats["budget_bytes"]["host"] == 4_000_000
+        assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+        assert stats["peak_bytes"]["device"] > 0

@@ -78,8 +78,13 @@ def open_tiers(config: Config, ranks: Ranks | None = None, companions: Companion
             f"device.memory: {wish!r} is found in one process, and the plans of several must agree; name a size"
         )
     most = int(backend.available()["device"] * (1 - MARGIN)) if wish else budgets["device"]
+    # Where RAM is both, the device's comes off the host's, unless that was set to a size of its own.
+    one_ram = backend.kind == "cpu"
+    from_host = one_ram and config.host.memory == "auto"
+    if wish and one_ram and not from_host:
+        most = max(0, most - budgets["host"])
     backend.limit(most)
-    ledger = Ledger(budgets, count, str(wish), most, from_host=backend.kind == "cpu")
+    ledger = Ledger(budgets, count, str(wish), most, from_host=from_host)
     return Tiers(backend, ledger, disk, own_folders=folders)
 
 

@@ -1,0 +1,87 @@
+"""What people copy runs: each example, in small, as its head says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sampling import some
+from test_integrations_trl import causal, tokenizer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ROWS = {
+    "sft": {"text": "the a of to and in is it you that he was"},
+    "dpo": {"prompt": "the a of", "chosen": " to and in is", "rejected": " it you"},
+}
+
+
+def example(name: str, folder: Path, *flags: str, ranks: int = 1) -> str:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / f"{name}.py"), *flags],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+LOOPS = {
+    "plain_loop": ("--device", "cpu"),
+    "accelerate_loop": ("--cpu",),
+    "lightning_module": ("--device", "cpu"),
+    "pretrain_with_ssd": ("--device", "cpu"),
+    "mixture_of_experts": ("--device", "cpu"),
+    "generate_and_train": ("--device", "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", some(LOOPS, 3))
+def test_loops(name: str, tmp_path: Path) -> None:
+    said = example(name, tmp_path, *LOOPS[name])
+    assert "loss" in said or "reward" in said
+
+
+def test_ranks_share_one_model(tmp_path: Path) -> None:
+    said = example(
+        "plain_loop", tmp_path, "--device", "cpu", "--device-memory", "2MB", "--steps", "3", ranks=2
+    )
+    assert said.count("step 2: loss") == 1
+
+
+@pytest.mark.parametrize(("name", "lora"), [("sft", True), ("dpo", False), ("dpo", True)])
+def test_tuning(name: str, lora: bool, tmp_path: Path) -> None:
+    causal().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(ROWS[name])] * 16))
+    flags = [
+        "--model",
+        "model",
+        "--data",
+        "rows.jsonl",
+        "--cpu",
+        "--steps",
+        "2",
+        *(["--lora"] if lora else []),
+    ]
+    assert "bytes of the device" in example(name, tmp_path, *flags)
+    saved = {path.name for path in (tmp_path / "tuned").iterdir()}
+    assert ("adapter_model.safetensors" if lora else "model.safetensors") in saved
+
+
+def test_each_fits_a_screen_and_says_its_flags() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert f"examples/{path.name}" in text.split('"""')[1], path
+        if path.name != "plan_a_plain_loop.py":
+            assert text.count("\n") <= 60, path
