@@ -39,15 +39,10 @@ def main() -> None:
     config = {"precision": given.precision, "clip": 1.0, "optimizer": {"lr": 1e-3}, "device": device}
     engine = ebbtide.initialize(model, config)
     prompt = torch.full((16, 4), WANTED, device=engine.device)
-    drawn = {
-        "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": 24,
-        "do_sample": True,
-        "pad_token_id": 0,
-    }
+    drawn = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": True}
     for update in range(given.updates):
         with torch.no_grad():
-            written = engine.module.generate(prompt, **drawn)
+            written = engine.module.generate(prompt, pad_token_id=0, **drawn)
         reward = (written[:, 4:] == WANTED).float().mean(1)
         advantage = reward - reward.mean()
         logits = engine(input_ids=written).logits[:, 3:-1]
