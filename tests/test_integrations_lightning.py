@@ -127,10 +127,74 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="'norm'"):
         fitted(tmp_path, True, gradient_clip_algorithm="value")
 
-    class ByHand(Learner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
 
-    with pytest.raises(UnsupportedError, match="automatic_optimization"):
-        trainer_of(tmp_path, True, gradient_clip_val=None, accumulate_grad_batches=1).fit(ByHand(), loader(8))
+class ByHand(Learner):
+    """Two batches an update, and a schedule, all in `training_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self(batch)
+        self.manual_backward(loss / 2)
+        self.log("train_loss", loss)
+        self.seen.append(loss.item())
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.lr_schedulers().step()
+            self.optimizers().zero_grad()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+
+class Choosy(Learner):
+    """Every third batch is left out, as where a loss is not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 3 == 0 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [ByHand, Choosy])
+def test_steps_of_ones_own_train_as_stock_does(kind: type[Learner], tmp_path: Path) -> None:
+    own = {"accumulate_grad_batches": 1} | ({"gradient_clip_val": None} if kind is ByHand else {})
+    ours, stock = kind(), kind()
+    trainer = trainer_of(tmp_path / "ours", True, **own)
+    trainer.fit(ours, loader(32))
+    trainer_of(tmp_path / "stock", False, **own).fit(stock, loader(32))
+    assert ours.seen == pytest.approx(stock.seen, rel=1e-5) and len(ours.seen) > 8
+    for key, value in stock.state_dict().items():
+        torch.testing.assert_close(trainer.strategy.engine.state_dict()[key], value, rtol=1e-4, atol=2e-5)
+    trainer.strategy.close()
+
+
+class Direct(ByHand):
+    def forward(self, batch: Any) -> torch.Tensor:
+        raise AssertionError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(self.model(**batch).loss)
+
+
+def test_by_hand_a_part_that_is_called_alone_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, True, gradient_clip_val=None, accumulate_grad_batches=1)
+    with pytest.raises(UnsupportedError, match="called by itself"):
+        trainer.fit(Direct(), loader(8))
+    trainer.strategy.close()
+
+
+class Nothing(pl.LightningModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch["input_ids"].sum()
+
+
+def test_a_module_without_parameters_needs_no_engine(tmp_path: Path) -> None:
+    found = trainer_of(tmp_path, True).predict(Nothing(), loader(8))
+    assert [int(one) for one in found] == [int(batch["input_ids"].sum()) for batch in loader(8)]

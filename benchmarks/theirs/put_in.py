@@ -9,19 +9,25 @@ from typing import Any
 import torch
 
 BUDGET = {"device": {"kind": "cpu", "memory": "least"}}
-touched: list[str] = []
-"""Not empty where ebbtide trained in the test that runs."""
+touched: list[Any] = []
+"""The engines of the test that runs."""
 
 
-def note(kind: type) -> None:
-    """Each engine that is made says so."""
+def close() -> None:
+    """As a script ends: their tests look for threads that are left."""
+    for engine in touched:
+        engine.close()
+
+
+def note() -> None:
+    """Each engine that is made is in `touched`."""
     import ebbtide
 
     made = ebbtide.initialize
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        touched.append(kind.__name__)
-        return made(*args, **kwargs)
+        touched.append(made(*args, **kwargs))
+        return touched[-1]
 
     ebbtide.initialize = initialize
 
@@ -51,7 +57,7 @@ def put_in_lightning() -> None:
 
     from ebbtide.integrations.lightning import EbbtideStrategy
 
-    note(EbbtideStrategy)
+    note()
     chosen = Connector._choose_strategy
 
     def choose(self: Any) -> Any:
@@ -110,7 +116,7 @@ def put_in_accelerate() -> None:
 
     from ebbtide.integrations.accelerate import Accelerator
 
-    note(Accelerator)
+    note()
     for module in (test_script, test_sync):
         module.Accelerator = partial(Accelerator, ebbtide=BUDGET)
 
@@ -129,7 +135,7 @@ def put_in_transformers() -> None:
 
     from ebbtide.integrations.transformers import Seq2SeqTrainer, Trainer
 
-    note(Trainer)
+    note()
 
     class Ours(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -15,18 +15,20 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from put_in import PREPARE, PUT_IN, touched
+from put_in import PREPARE, PUT_IN, close, touched
 
 SELECTED = {
     "lightning": ["tests/tests_pytorch/strategies", "tests/tests_pytorch/plugins/precision"],
-    "lightning-loops": ["tests/tests_pytorch/loops", "tests/tests_pytorch/checkpointing"],
+    "lightning-loops": [
+        f"tests/tests_pytorch/{name}" for name in ("loops", "checkpointing", "models/test_hooks.py", "core")
+    ],
     "transformers": ["tests/trainer"],
     "accelerate": [],
 }
@@ -54,6 +56,11 @@ class Outcomes:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         touched.clear()
 
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        yield
+        close()
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         fact = self.found.setdefault(report.nodeid, {"outcome": "passed", "ours": False})
         if report.outcome != "passed":
@@ -71,7 +78,15 @@ def run_pytest(framework: str, folder: Path, shard: tuple[int, int]) -> dict[str
     root = folder / "tests" if WIDER.get(framework, framework) == "lightning" else folder
     sys.path.insert(0, str(root))
     paths = [str(folder / name) for name in SELECTED[framework]]
-    arguments = ["-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--rootdir={root}"]
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "--continue-on-collection-errors",
+        "--tb=line",
+        f"--rootdir={root}",
+    ]
     pytest.main([*arguments, *paths], plugins=[outcomes])
     return outcomes.found
 
@@ -87,6 +102,7 @@ def run_functions(functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
             lines = [line for line in str(error).splitlines() if line.strip()] or [""]
             why = f"{type(error).__name__}: {lines[0]}"[:300]
             found[name] = {"outcome": "failed", "ours": bool(touched), "why": why}
+        close()
         print(name, found[name], flush=True)
     return found
 

@@ -4,8 +4,9 @@
 
     trainer = Trainer(strategy=EbbtideStrategy({"device": {"memory": "20GB"}}), gradient_clip_val=1.0)
 
-One device, one optimizer (torch.optim.AdamW or Adam), automatic optimization. `training_step` and the other steps are
-the passes. A checkpoint is Lightning's file, for `load_from_checkpoint` anywhere, and a folder beside it with the rest.
+One device, one optimizer (torch.optim.AdamW or Adam). `training_step` and the other steps are the passes; with manual
+optimization a call of the module, `self(batch)`, is one. A checkpoint is Lightning's file, for `load_from_checkpoint`
+anywhere, and a folder beside it with the rest.
 """
 
 from __future__ import annotations
@@ -35,12 +36,26 @@ class EbbtidePrecision(Precision):
     def __init__(self, strategy: EbbtideStrategy) -> None:
         self._strategy = strategy
         self.precision = "32-true"
+        self._went = False
+        """Whether gradients are there for the next step."""
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self._strategy.engine_there.backward(tensor, *args, **kwargs)
+        self._went = True
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
+    ) -> Any:
+        """A training_step that gives no loss leaves a batch out: without gradients nothing is updated."""
+        found = self._wrap_closure(model, optimizer, closure)
+        went, self._went = self._went, False
+        if went:
+            optimizer.step(**kwargs)
+        return found
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        self._strategy.engine_there.clip_grad_norm_(float(clip_val))
+        if self._went:
+            self._strategy.engine_there.clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         raise UnsupportedError(
@@ -93,11 +108,6 @@ class EbbtideStrategy(SingleDeviceStrategy):
             raise UnsupportedError(
                 "StochasticWeightAveraging copies weights that may be away: leave it out, and take engine.ema(decay)"
             )
-        if not module.automatic_optimization:
-            raise UnsupportedError(
-                "automatic_optimization = False: a step that goes backward within itself is no pass of the engine's. "
-                "Use automatic optimization, or a loop of your own with ebbtide.initialize"
-            )
         super().setup(trainer)
         if self.engine is not None and self.engine.module is module:
             if self.optimizers:
@@ -107,6 +117,8 @@ class EbbtideStrategy(SingleDeviceStrategy):
             raise UnsupportedError(
                 f"configure_optimizers gave {len(self.optimizers)} optimizers: the engine has one, with param_groups"
             )
+        if not any(parameter.numel() for parameter in module.parameters()):
+            return  # there is nothing to manage
         given = self.optimizers[0] if self.optimizers else None
         self.engine = _ebbtide.initialize(module, self._settings, given)
         if given is not None:
@@ -122,9 +134,15 @@ class EbbtideStrategy(SingleDeviceStrategy):
     # -- passes ---------------------------------------------------------------------------------------
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.engine_there.run(getattr(self.lightning_module, name), *args, **kwargs)
+        step = getattr(self.lightning_module, name)
+        return step(*args, **kwargs) if self.engine is None else self.engine.run(step, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            # It goes backward within itself, and so is no pass; its calls of the module are.
+            return module.training_step(*args, **kwargs)
         return self._step("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,15 +166,15 @@ class EbbtideStrategy(SingleDeviceStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.engine_there.state_dict()
+        return super().lightning_module_state_dict() if self.engine is None else self.engine.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {"moments": f"in the folder beside this file that ends in {BESIDE}"}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint:  # not where weights alone are wanted
-            self.engine_there.save(_beside(filepath), keep=1)
+        if "optimizer_states" in checkpoint and self.engine is not None:  # not where weights alone are wanted
+            self.engine.save(_beside(filepath), keep=1)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
