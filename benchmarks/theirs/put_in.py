@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -130,7 +131,6 @@ def prepare_transformers() -> dict[str, Callable[[], Any]]:
 
 def put_in_transformers() -> None:
     """Before their files import it."""
-    import transformers
     from transformers import trainer, trainer_seq2seq
 
     from ebbtide.integrations.transformers import Seq2SeqTrainer, Trainer
@@ -145,8 +145,10 @@ def put_in_transformers() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, ebbtide=BUDGET, **kwargs)
 
-    transformers.Trainer = trainer.Trainer = Ours
-    transformers.Seq2SeqTrainer = trainer_seq2seq.Seq2SeqTrainer = OursSeq2Seq
+    # The module that was imported first is put in place of by a later one.
+    front: Any = sys.modules["transformers"]
+    front.Trainer = trainer.Trainer = Ours
+    front.Seq2SeqTrainer = trainer_seq2seq.Seq2SeqTrainer = OursSeq2Seq
 
 
 PREPARE = {
