@@ -145,7 +145,7 @@ def put_in_transformers() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, ebbtide=BUDGET, **kwargs)
 
-    # The module that was imported first is put in place of by a later one.
+    # transformers replaces its own module while it is imported: theirs import from the last one.
     front: Any = sys.modules["transformers"]
     front.Trainer = trainer.Trainer = Ours
     front.Seq2SeqTrainer = trainer_seq2seq.Seq2SeqTrainer = OursSeq2Seq

@@ -173,7 +173,7 @@ class Forecaster:
         self._seen: dict[tuple[object, ...], Seen] = {}
         self._shallow: dict[tuple[object, ...], list[Trace]] = {}
         self._alike: bool | None = None
-        """Whether the model's layers are; None where nobody has looked."""
+        """Whether the model's layers are alike; None until a deep one has been asked for."""
         if self.spec is None and example is None:
             raise ConfigError(
                 "a module needs an example of its input: forecast(module, machine, example={...})"

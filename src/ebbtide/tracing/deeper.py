@@ -120,13 +120,21 @@ class _Match:
 
     def _is_added(self, place: int, shift: int, count: int) -> bool:
         """Whether these rows are a layer's: those of its neighbour, on one side or the other, are on the same line."""
+        lines = self._lines(place, shift, count)
+        return len(lines) == count and any(
+            self._follows(lines, place, shift, count, side) for side in (-1, 1)
+        )
+
+    def _lines(self, place: int, shift: int, count: int) -> list[_Line]:
+        """Of the rows that a layer adds there: as many as are of one kind wherever it is added."""
         one, two = place + shift, place + 2 * shift
-        alone, before, after = self.second[one:], self.third[two:], self.third[two + count :]
-        for i in range(count):
-            if len(alone) <= i or len(after) <= i or not alone[i].kind == before[i].kind == after[i].kind:
-                return False
-        lines = [_Line.through(alone[i], before[i], after[i]) for i in range(count)]
-        return self._follows(lines, place, shift, count, -1) or self._follows(lines, place, shift, count, 1)
+        alone, before = self.second[one : one + count], self.third[two : two + count]
+        after = self.third[two + count : two + 2 * count]
+        return [
+            _Line.through(*rows)
+            for rows in zip(alone, before, after, strict=False)
+            if rows[0].kind == rows[1].kind == rows[2].kind
+        ]
 
     def _follows(self, lines: list[_Line], place: int, shift: int, count: int, side: int) -> bool:
         for depth, rows in enumerate((self.first, self.second, self.third)):
@@ -148,11 +156,7 @@ class _Match:
         return _Row(a.kind, numbers)
 
     def _layers(self, added: _Added, shift: int, further: int) -> Iterator[_Row]:
-        one, two = added.place + shift, added.place + 2 * shift
-        lines = [
-            _Line.through(self.second[one + i], self.third[two + i], self.third[two + added.count + i])
-            for i in range(added.count)
-        ]
+        lines = self._lines(added.place, shift, added.count)
         for layer in range(further):
             for line in lines:
                 yield _Row(line.kind, line.numbers(further, layer))

@@ -43,8 +43,8 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _unmasked(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The call with parameters of the class that they came with: torch 2.11's fake mode takes no other. Taking it off
-    is all the same to whoever holds them, for it is worn again before anything else happens."""
+    """The call with parameters of the class that they came with: torch 2.11's fake mode takes no other. The
+    parameters wear theirs again when the call returns."""
     worn: list[Any] = [one for one in tree_iter((args, kwargs)) if type(one) is InPlace]
     for one in worn:
         one.__class__ = nn.Parameter
