@@ -54,9 +54,12 @@ def test_loops(name: str, tmp_path: Path) -> None:
 
 def test_ranks_share_one_model(tmp_path: Path) -> None:
     said = example(
-        "plain_loop", tmp_path, "--device", "cpu", "--device-memory", "2MB", "--steps", "3", ranks=2
+        "plain_loop", tmp_path, "--device", "cpu", "--device-memory", "3MB", "--steps", "3", ranks=2
     )
     assert said.count("step 2: loss") == 1
+    assert [path.name for path in (tmp_path / "trained").glob("step-*")] == ["step-00000003"]
+    shards = sorted(path.name for path in (tmp_path / "trained" / "step-00000003").glob("*.bin"))
+    assert shards == ["rank-00000.bin", "rank-00001.bin"]
 
 
 @pytest.mark.parametrize(("name", "lora"), [("sft", True), ("dpo", False), ("dpo", True)])

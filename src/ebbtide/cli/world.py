@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,22 +66,14 @@ class World:
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """Among the processes that torchrun started; alone where it did not. `device`: the setting."""
-    try:
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        place = int(os.environ.get("LOCAL_RANK", "0"))
-    except ValueError as error:
-        raise ConfigError(
-            f"WORLD_SIZE, LOCAL_RANK: expected numbers, as torchrun sets them; found {error}"
-        ) from None
+    from ebbtide.run.launched import join, launched
+
+    size, _ = launched()
     if size == 1:
         yield World()
         return
-    import torch
     import torch.distributed as dist
 
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    if cuda:
-        torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
+    join(device, PATIENCE)
     yield World(dist.get_rank(), size)
     dist.destroy_process_group()  # not after an error: the others may wait for us meanwhile

@@ -33,6 +33,7 @@ from ebbtide.optimizer import make_optimizer
 from ebbtide.run.companions import Companions, find_companions, others_too
 from ebbtide.run.course import IDLE
 from ebbtide.run.facts import facts
+from ebbtide.run.launched import join_if_launched
 from ebbtide.run.ranks import Ranks, all_or_none, open_ranks
 from ebbtide.run.scaler import LossScaler
 from ebbtide.run.session import Session
@@ -70,8 +71,9 @@ def initialize(
     parameters that require gradients form one group. A module on the meta
     device gets the values that building it on the CPU now would give it; or those of `weights`, a folder of
     safetensors files as `save_pretrained` writes it. `group`: the processes that share the model's chunks, each with
-    batches of its own; left out, all that torch.distributed has been told of. `stages`: where `module` is one stage of a
-    pipeline, the processes that have the others (see `ebbtide.pipelining`); tensor parallelism is seen by itself.
+    batches of its own; left out, all that torch.distributed knows of, or that torchrun started. `stages`: where `module`
+    is one stage of a pipeline, the processes that have the others (see `ebbtide.pipelining`); tensor parallelism is seen
+    by itself.
     """
     show_users_lines()
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group, stages=stages)
@@ -99,6 +101,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         config, groups, handed = handed_over(config, param_groups)
+        join_if_launched(config.device.kind)
         ranks = open_ranks(group)
         is_module = isinstance(module, nn.Module)
         companions = find_companions(module, group, stages, ranks) if is_module else None
