@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations.accelerate import Accelerator
+from group import group_of
 from test_integrations_transformers import Rows, build, same, tight
 
 
@@ -106,6 +107,57 @@ def test_a_frozen_model_beside_it_shares_the_budget() -> None:
     )
     assert accelerator.engine_of(teacher) is accelerator.engines[1]
     accelerator.free_memory()
+
+
+def test_what_is_freed_is_an_ordinary_model_that_another_takes() -> None:
+    ours, stock = prepared(Accelerator), prepared(accelerate.Accelerator)
+    for accelerator, model, *rest in (ours, stock):
+        epoch(accelerator, model, *rest)
+    first = ours[1].state_dict()
+    found = ours[0].get_state_dict(ours[1])
+    ours[0].free_memory()
+    assert all(type(one) is torch.nn.Parameter for one in ours[1].parameters())
+    same(ours[1].state_dict(), first)
+    same(ours[1].state_dict(), {key: found[key] for key in first})
+    second = Accelerator(cpu=True, ebbtide=tight())
+    model, _ = second.prepare(ours[1], torch.optim.AdamW(ours[1].parameters()))
+    third = Accelerator(cpu=True, ebbtide=tight())
+    model = third.prepare(model)  # to be evaluated: it has no optimizer
+    assert second.engines[0].closed and not any(one.requires_grad for one in model.parameters())
+    third.free_memory()
+    assert all(one.requires_grad for one in model.parameters())
+    same(model.state_dict(), first)
+
+
+def on_ranks(kind: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What `accelerate launch` would start."""
+    rank = torch.distributed.get_rank()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29512}.items():
+            patched.setenv(name, str(value))
+        ours = prepared(kind)
+        assert ours[0].num_processes == 2
+        found = [row for _ in range(2) for row in epoch(*ours)]
+        everywhere = ours[0].gather(torch.tensor([float(rank)]))
+        assert everywhere.tolist() == [0.0, 1.0]
+        weights = {name: value.clone() for name, value in ours[0].get_state_dict(ours[1]).items()}
+        ours[0].free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return found, weights
+
+
+def test_on_two_ranks_it_trains_as_stock_does() -> None:
+    ours, stock = (group_of(2).run(on_ranks, kind) for kind in (Accelerator, accelerate.Accelerator))
+    for (rows, weights), (expected, others) in zip(ours, stock, strict=True):
+        assert len(rows) == len(expected) == 8  # four batches of each rank: a window of three and one of one
+        for mine, its in zip(rows, expected, strict=True):
+            assert mine[0] == pytest.approx(its[0], rel=1e-6)
+            assert (mine[1] is None) == (its[1] is None)
+            assert mine[1] is None or mine[1] == pytest.approx(its[1], rel=1e-4)
+            assert mine[2:] == its[2:]
+        for key, value in others.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5)
 
 
 def test_fp16_scales_its_own_losses() -> None:

@@ -128,6 +128,19 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
         fitted(tmp_path, True, gradient_clip_algorithm="value")
 
 
+def test_the_next_trainer_takes_the_module_as_in_stock(tmp_path: Path) -> None:
+    found = []
+    for ours in (True, False):
+        learner, trainer = fitted(tmp_path / str(ours), ours)
+        other = trainer_of(tmp_path / f"next-{ours}", ours)
+        other.fit(learner, loader(30))
+        found.append((learner.seen, trainer, other))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert found[0][1].strategy.engine.closed
+    module = found[0][2].strategy.engine.release()
+    assert all(type(one) is torch.nn.Parameter for one in module.parameters())
+
+
 class ByHand(Learner):
     """Two batches an update, and a schedule, all in `training_step`."""
 

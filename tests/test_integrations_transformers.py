@@ -329,6 +329,28 @@ def test_a_budget_that_is_too_small_says_so_before_the_first_step(tmp_path: Path
     assert trainer.engine is None and trainer.state.global_step == 0
 
 
+def test_the_next_trainer_takes_the_model_as_in_stock(tmp_path: Path) -> None:
+    losses = {}
+    for kind in (Stock, Trainer):
+        model, own = build(), {"ebbtide": tight()} if kind is Trainer else {}
+        trainers = [
+            kind(model, arguments(tmp_path / f"{kind.__module__}{place}"), train_dataset=Rows(30), **own)
+            for place in range(2)
+        ]
+        for trainer in trainers:
+            trainer.train()
+        losses[kind] = [trainer.state.log_history[-1]["train_loss"] for trainer in trainers]
+        losses[kind].append(trainers[1].evaluate(Rows(8, 1000))["eval_loss"])
+        if kind is Trainer:
+            assert trainers[0].engine.closed
+            with pytest.warns(UserWarning, match="whose moments begin anew"):
+                trainers[0].train()
+            module = trainers[0].engine.release()
+            assert all(type(one) is torch.nn.Parameter for one in module.parameters())
+            assert module(**{key: value[None] for key, value in Rows(3)[2].items()}).loss.isfinite()
+    assert losses[Trainer] == pytest.approx(losses[Stock], rel=1e-6)
+
+
 # -- several ranks ------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ from ebbtide.run.setup import (
 from ebbtide.run.tiers import Tiers, shared_tiers
 from ebbtide.run.waiting import ways_back
 from ebbtide.runtime.planning.call import call_of
-from ebbtide.state.module import guard, refuse_held, retire
+from ebbtide.state.module import guard, hand_back, own_values, refuse_held, retire
 from ebbtide.state.saving import Saver
 from ebbtide.state.start import Start
 from ebbtide.state.values import names
@@ -146,6 +146,8 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         self._scaler = LossScaler() if config.precision == "fp16" else None
         self._broken = ""
         self._closed = self._gone = False
+        self._own: dict[str, torch.Tensor] | None = None
+        """The weights that the module keeps when the engine is closed."""
         self._process = os.getpid()
         self._turn = threading.RLock()
         self._losses: list[torch.Tensor] = []
@@ -313,8 +315,24 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         """Raises unless the books of every tier add up."""
         self._session.check_integrity()
 
+    def release(self) -> nn.Module:
+        """Closes the engine and returns its module as an ordinary one: its weights are in RAM, in the dtypes that they
+        came in, and another engine may take it. Moments, and gradients without a step, are gone. All ranks call it."""
+        session = self._open()
+        session.refuse_swapped()
+        session.reclaim()
+        self._own = own_values(session)
+        self.close()
+        return self.module
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` or `release()` was called."""
+        return self._closed
+
     def close(self) -> None:
-        """Gives all memory back. The module cannot be used afterwards. What was interrupted can be called again."""
+        """Gives all memory back. The module cannot be used afterwards; `release()` leaves it its weights. What was
+        interrupted can be called again."""
         if self._gone:
             return
         self._closed = True
@@ -325,6 +343,9 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         for average in list(self._session.averages):
             average.close()
         self._session.close()
-        retire(self.module)
+        if self._own is None:
+            retire(self.module)
+        else:
+            hand_back(self._session, self._own)
         self._tiers.close_unused()
         self._gone = True

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbtide.errors import UnsupportedError
+from ebbtide.integrations._models import PREPARED as PREPARED
 
 OLDEST, NEWEST = (5, 0), (5, 24)
 """Versions of transformers that are known to work."""
@@ -30,8 +31,6 @@ OVERRIDDEN = (
     "_load_best_model",
 )
 """Methods of Trainer that the adapter replaces."""
-PREPARED = "_is_accelerate_prepared"
-"""The mark by which Accelerator.prepare leaves a module or an optimizer as it is."""
 SCHEDULER, OPTIMIZER = "scheduler.pt", "optimizer.pt"
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 """Names of `optim` that stand for a rule of the engine's."""

@@ -21,11 +21,11 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-import ebbtide as _ebbtide
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations import _transformers as private
+from ebbtide.integrations._models import give_back, holder, take
 
 REFUSED = {
     "deepspeed_plugin": "ebbtide takes DeepSpeed's place: leave it out",
@@ -77,7 +77,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         made: dict[int, Any] = {}
         for module in (one for one in args if isinstance(one, nn.Module)):
-            if getattr(module, private.PREPARED, False):
+            if getattr(module, private.PREPARED, False) and holder(module) in (None, *self.engines):
                 continue
             optimizer = _of(module, (one for one in args if isinstance(one, torch.optim.Optimizer)))
             engine = self._take(module, optimizer)
@@ -97,9 +97,7 @@ class Accelerator(accelerate.Accelerator):
             raise UnsupportedError(
                 "prepare: the model was loaded with device_map; load it without, on the CPU: the engine places it"
             )
-        if optimizer is None:
-            module.requires_grad_(False)
-        engine = _ebbtide.initialize(module, self._settings, optimizer)
+        engine = take(module, self._settings, optimizer, frozen=optimizer is None)
         self.engines.append(engine)
         private.mark_prepared(module)
         return engine
@@ -109,8 +107,9 @@ class Accelerator(accelerate.Accelerator):
         return next(engine for engine in self.engines if engine.module is model)
 
     def free_memory(self, *objects: Any) -> Any:
+        """Models keep their weights, in RAM."""
         for engine in self.engines:
-            engine.close()
+            give_back(engine.module)
         self.engines = []
         return super().free_memory(*objects)
 

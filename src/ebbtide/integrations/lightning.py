@@ -21,10 +21,10 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-import ebbtide as _ebbtide
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.integrations._models import take
 
 BESIDE = ".ebbtide"
 """After a checkpoint's file name: the folder with the engine's own state."""
@@ -109,7 +109,7 @@ class EbbtideStrategy(SingleDeviceStrategy):
                 "StochasticWeightAveraging copies weights that may be away: leave it out, and take engine.ema(decay)"
             )
         super().setup(trainer)
-        if self.engine is not None and self.engine.module is module:
+        if self.engine is not None and self.engine.module is module and not self.engine.closed:
             if self.optimizers:
                 self.optimizers = [self.engine.optimizer]
             return
@@ -120,7 +120,7 @@ class EbbtideStrategy(SingleDeviceStrategy):
         if not any(parameter.numel() for parameter in module.parameters()):
             return  # there is nothing to manage
         given = self.optimizers[0] if self.optimizers else None
-        self.engine = _ebbtide.initialize(module, self._settings, given)
+        self.engine = take(module, self._settings, given)
         if given is not None:
             self.optimizers = [self.engine.optimizer]
 

@@ -10,6 +10,7 @@ clipping and precision come from TrainingArguments; `ebbtide=` has budgets and e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,11 @@ import torch
 import transformers
 from torch import nn
 
-import ebbtide as _ebbtide
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations import _transformers as private
+from ebbtide.integrations._models import holder, take
 from ebbtide.strict import read_file
 
 FOLDER = "ebbtide"
@@ -74,8 +75,7 @@ class Mixin(_Base):
     def _prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """In place of Accelerator.prepare_model: the model is in an engine, and so is a frozen reference beside it."""
         if model is not self.model and not getattr(model, private.PREPARED, False):
-            frozen = model.requires_grad_(False).eval()
-            self.references.append(_ebbtide.initialize(frozen, self._settings))
+            self.references.append(take(model.eval(), self._settings, frozen=True))
         private.mark_prepared(model)
         if model not in self.accelerator._models:
             self.accelerator._models.append(model)
@@ -98,12 +98,18 @@ class Mixin(_Base):
         module = self.model if model is None else model
         if self.engine is not None and self.engine.module is not module:
             self.engine.close()  # hyperparameter search builds another model
+        if self.engine is not None and self.engine.closed:
+            if holder(module) is not None and self.engine.steps:
+                warnings.warn(
+                    "another Trainer took the model from this one, whose moments begin anew; a checkpoint keeps them",
+                    stacklevel=2,
+                )
             self.engine = self.optimizer = None
         if self.engine is None:
             _refuse_model(module)
             made = super().create_optimizer(module)
             self._dtypes = {name: value.dtype for name, value in module.state_dict(keep_vars=True).items()}
-            self.engine = _ebbtide.initialize(module, self._settings, made)
+            self.engine = take(module, self._settings, made)
             self.optimizer = self.engine.optimizer
         private.mark_prepared(module, self.optimizer)
         return self.optimizer
@@ -129,7 +135,7 @@ class Mixin(_Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Also of `predict`. Without training before it, the engine is built now."""
-        if self.engine is None or self.engine.module is not self.model:
+        if self.engine is None or self.engine.closed or self.engine.module is not self.model:
             self.create_optimizer()
         private.mark_prepared(self.model)
         return super().evaluation_loop(*args, **kwargs)
@@ -321,5 +327,5 @@ def _refuse_model(model: Any) -> None:
             "was sharded when it was loaded",
             "load it without distributed_config; the engine shards its chunks",
         )
-    if getattr(model, private.PREPARED, False):
+    if getattr(model, private.PREPARED, False) and holder(model) is None:
         refuse("was prepared by an Accelerator", "give Trainer the bare model")

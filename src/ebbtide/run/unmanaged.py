@@ -35,6 +35,7 @@ class Unmanaged:
         """`accumulates`: gradients are there from one batch to the next."""
         self.module = module
         self.parameters = dict(choice.unmanaged)
+        self.originals = {name: parameter.dtype for name, parameter in self.parameters.items()}
         on_host = {id(p) for child in choice.hosted.values() for p in child.parameters()}
         self.hosted = {name for name, p in self.parameters.items() if id(p) in on_host}
         self._hosted_modules = {id(part) for child in choice.hosted.values() for part in child.modules()}
@@ -47,6 +48,8 @@ class Unmanaged:
         self.steps = dict.fromkeys(self.parameters, 0)
         self._versions: dict[str, int] = {}
         """Of parameters with a master, as we left them."""
+        self._buffers: list[tuple[nn.Module, str, torch.dtype]] = []
+        """In the dtypes that they came with."""
 
     def take_over(self, choice: Choice) -> None:
         """Brings parameters and buffers to the device and into their dtype, as `module.to` would."""
@@ -76,7 +79,18 @@ class Unmanaged:
                     else buffer.dtype
                 )
                 device = torch.device("cpu") if id(child) in self._hosted_modules else self.device
+                self._buffers.append((child, key, buffer.dtype))
                 child._buffers[key] = buffer.to(device, dtype)
+
+    def hand_back(self, own: Mapping[str, torch.Tensor]) -> None:
+        """The module is an ordinary one again: parameters have these values, and buffers are in RAM, as they came."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            parameter.data = own[name]
+        for child, key, dtype in self._buffers:
+            buffer = child._buffers.get(key)
+            if buffer is not None:
+                child._buffers[key] = buffer.to("cpu", dtype)
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name in self.hosted else self.device

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.errors import BudgetError, ConfigError, StateError, UnsupportedError
+from ebbtide.run.ranks import all_or_none, neighbours
 from ebbtide.run.session import Session
-from ebbtide.runtime.parameters.away import closed
+from ebbtide.run.unmanaged import HALVES
+from ebbtide.runtime.parameters.away import closed, released
 from ebbtide.runtime.parameters.plain_copy import PlainCopy
 from ebbtide.state import values
+from ebbtide.units import format_size
 
 _held: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Modules whose parameters an engine has, or had: what is said to whoever wants them."""
@@ -42,6 +45,43 @@ def retire(module: nn.Module) -> None:
     for child in module.modules():
         if child._parameters:
             child.register_state_dict_pre_hook(refuse)
+
+
+def own_values(session: Session) -> dict[str, torch.Tensor]:
+    """By name: what a module's parameters would hold without an engine, in the dtypes that they came with."""
+    data, unmanaged = session.data, session.unmanaged
+    dtypes = dict(zip(data.names, data.originals, strict=True)) | unmanaged.originals
+    ranks = session.ranks
+    beside = 1 if ranks is None else neighbours(ranks)[1]
+    needed = beside * sum(p.numel() * dtypes[name].itemsize for name, p in session.module.named_parameters())
+    with all_or_none(ranks):
+        room = session.store.backend.available()["host"]
+        if needed > room:
+            raise BudgetError(
+                f"release: the module's own weights take {format_size(needed)} of this machine's RAM, and "
+                f"{format_size(room)} are free",
+                tier="host",
+                short=needed - room,
+                advice="save() and export() write them without holding all of them, and close() ends the engine",
+            )
+    return {name: _in_full(session, name, dtypes[name]) for name in values.names(session)}
+
+
+def _in_full(session: Session, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A value in its dtype; of one that tensor parallelism has split, this process's part."""
+    value = values.load(session, name)
+    return _rounded(session, value, dtype) if dtype in HALVES and value.dtype != dtype else value.to(dtype)
+
+
+def hand_back(session: Session, own: Mapping[str, torch.Tensor]) -> None:
+    """The engine is closed, and the module an ordinary one: its weights are its own, in RAM like its buffers."""
+    data = session.data
+    for member, parameter in enumerate(data.parameters):
+        parameter.grad = None
+        data.give_memory(member, own[data.names[member]])
+        released(parameter)
+    session.unmanaged.hand_back(own)
+    _held.pop(session.module, None)
 
 
 class _Conversion:
@@ -91,7 +131,7 @@ class _Forgetting:
 def guard(session: Session, clear: Callable[[], None]) -> None:
     """Hooks on every module that owns managed parameters; removed with the interceptor's. `clear` drops gradients."""
     session.interceptor.keep(_Forgetting(session.module, clear))
-    _held[session.module] = "is managed by another engine; close that one, or use it"
+    _held[session.module] = "is managed by another engine: use that one, or call its release() first"
     member_of = {id(p): i for i, p in enumerate(session.data.parameters)}
     for child in session.module.modules():
         session.interceptor.keep(PlainCopy(child, lambda: all(session.places.residing)))

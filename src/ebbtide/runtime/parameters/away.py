@@ -155,6 +155,11 @@ def closed(parameter: torch.Tensor, reason: str) -> None:
     setattr(parameter, _MARK, (id(parameter), name_of_managed(parameter), reason))
 
 
+def released(parameter: torch.Tensor) -> None:
+    """It is an ordinary parameter again."""
+    vars(parameter).pop(_MARK, None)
+
+
 def name_of_managed(parameter: Any) -> str:
     """Nothing where it never was in an engine's chunks, or the engine is closed."""
     known, name, over = getattr(parameter, _MARK, (0, "", ""))

@@ -1,0 +1,73 @@
+"""A model that goes from one adapter to the next, as it goes from one stock Trainer to another.
+
+Frameworks tell nobody that they are done with a model. So the engine that has it stays, and gives the model back, its
+weights in it, when the next adapter takes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.config import Config
+from ebbtide.engine import Engine
+
+PREPARED = "_is_accelerate_prepared"
+"""The mark by which Accelerator.prepare leaves a module or an optimizer as it is."""
+
+
+@dataclass(frozen=True)
+class _Hold:
+    engine: weakref.ref[Engine]
+    thawed: list[nn.Parameter]
+    """Parameters that required gradients before a model without an optimizer was frozen."""
+
+
+_holds: weakref.WeakKeyDictionary[nn.Module, _Hold] = weakref.WeakKeyDictionary()
+
+
+def holder(module: nn.Module) -> Engine | None:
+    """The engine in which an adapter has the module now."""
+    hold = _holds.get(module)
+    engine = None if hold is None else hold.engine()
+    return engine if engine is not None and not engine.closed else None
+
+
+def take(
+    module: nn.Module,
+    settings: Config,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    frozen: bool = False,
+) -> Engine:
+    """An engine for the module, which another adapter may have until now. A frozen one has no moments."""
+    give_back(module)
+    thawed = [one for one in module.parameters() if frozen and one.requires_grad]
+    try:
+        for parameter in thawed:
+            parameter.requires_grad_(False)
+        engine = ebbtide.initialize(module, settings, optimizer)
+    except BaseException:
+        _thaw(thawed)
+        raise
+    _holds[module] = _Hold(weakref.ref(engine), thawed)
+    return engine
+
+
+def give_back(module: nn.Module) -> None:
+    """If an adapter has the module, or a part of it, that is an ordinary one from now on."""
+    for child in module.modules():
+        engine = holder(child)
+        if engine is not None:
+            engine.release()
+            _thaw(_holds.pop(child).thawed)
+            vars(child).pop(PREPARED, None)
+
+
+def _thaw(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(True)
