@@ -128,6 +128,12 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
         fitted(tmp_path, True, gradient_clip_algorithm="value")
 
 
+def test_several_processes_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match="expected one process, found WORLD_SIZE = 2"):
+        fitted(tmp_path, True)
+
+
 def test_the_next_trainer_takes_the_module_as_in_stock(tmp_path: Path) -> None:
     found = []
     for ours in (True, False):

@@ -25,6 +25,7 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations._models import take
+from ebbtide.run.launched import launched
 
 BESIDE = ".ebbtide"
 """After a checkpoint's file name: the folder with the engine's own state."""
@@ -107,6 +108,12 @@ class EbbtideStrategy(SingleDeviceStrategy):
         if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):
             raise UnsupportedError(
                 "StochasticWeightAveraging copies weights that may be away: leave it out, and take engine.ema(decay)"
+            )
+        if launched()[0] > 1:
+            raise UnsupportedError(
+                f"EbbtideStrategy: expected one process, found WORLD_SIZE = {launched()[0]}: Lightning would give "
+                "all of them the same batches. On several ranks take Trainer or Accelerator of ebbtide.integrations, or a loop "
+                "of your own"
             )
         super().setup(trainer)
         if self.engine is not None and self.engine.module is module and not self.engine.closed:
