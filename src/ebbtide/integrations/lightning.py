@@ -112,8 +112,8 @@ class EbbtideStrategy(SingleDeviceStrategy):
         if launched()[0] > 1:
             raise UnsupportedError(
                 f"EbbtideStrategy: expected one process, found WORLD_SIZE = {launched()[0]}: Lightning would give "
-                "all of them the same batches. On several ranks take Trainer or Accelerator of ebbtide.integrations, or a loop "
-                "of your own"
+                "all of them the same batches. For several ranks there are Trainer and Accelerator in "
+                "ebbtide.integrations, or a loop of your own"
             )
         super().setup(trainer)
         if self.engine is not None and self.engine.module is module and not self.engine.closed:
