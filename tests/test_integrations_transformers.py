@@ -329,6 +329,17 @@ def test_a_budget_that_is_too_small_says_so_before_the_first_step(tmp_path: Path
     assert trainer.engine is None and trainer.state.global_step == 0
 
 
+def test_another_trainer_of_the_same_model_resumes_in_the_middle(tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    first = trained(Trainer, tmp_path, **saved)
+    whole = {name: value.clone() for name, value in weights_of(first).items()}
+    other = Trainer(
+        first.model, arguments(tmp_path / "other", **saved), train_dataset=Rows(30), ebbtide=tight()
+    )
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    same(weights_of(other), whole)
+
+
 def test_the_next_trainer_takes_the_model_as_in_stock(tmp_path: Path) -> None:
     losses = {}
     for kind in (Stock, Trainer):

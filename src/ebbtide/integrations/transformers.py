@@ -24,7 +24,7 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations import _transformers as private
-from ebbtide.integrations._models import holder, take
+from ebbtide.integrations._models import give_back, holder, take
 from ebbtide.strict import read_file
 
 FOLDER = "ebbtide"
@@ -195,7 +195,8 @@ class Mixin(_Base):
             self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.engine is None:
+        if self.engine is None or self.engine.closed:
+            give_back(self.model if model is None else model)  # another Trainer may have it
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             self._load_weights(Path(resume_from_checkpoint), super()._load_from_checkpoint)
