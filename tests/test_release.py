@@ -101,6 +101,15 @@ def test_a_module_from_the_meta_device_has_memory_of_its_own() -> None:
     assert all(torch.equal(module.state_dict()[name], value) for name, value in weights.items())
 
 
+def test_a_module_that_was_changed_meanwhile_is_refused_by_name() -> None:
+    engine = trained(engine_of(net()))
+    engine.module.add_module("late", nn.Linear(2, 2))
+    with pytest.raises(StateError, match=r"another late\.weight than when the engine took it over"):
+        engine.release()
+    del engine.module.late
+    assert engine.release().state_dict()
+
+
 def test_tied_weights_stay_tied() -> None:
     first = nn.Linear(16, 16, bias=False)
     second = nn.Linear(16, 16, bias=False)

@@ -349,3 +349,4 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
             hand_back(self._session, self._own)
         self._tiers.close_unused()
         self._gone = True
+        self._own = None

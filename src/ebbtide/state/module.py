@@ -49,6 +49,7 @@ def retire(module: nn.Module) -> None:
 
 def own_values(session: Session) -> dict[str, torch.Tensor]:
     """By name: what a module's parameters would hold without an engine, in the dtypes that they came with."""
+    names = values.names(session)
     data, unmanaged = session.data, session.unmanaged
     dtypes = dict(zip(data.names, data.originals, strict=True)) | unmanaged.originals
     ranks = session.ranks
@@ -64,7 +65,7 @@ def own_values(session: Session) -> dict[str, torch.Tensor]:
                 short=needed - room,
                 advice="save() and export() write them without holding all of them, and close() ends the engine",
             )
-    return {name: _in_full(session, name, dtypes[name]) for name in values.names(session)}
+    return {name: _in_full(session, name, dtypes[name]) for name in names}
 
 
 def _in_full(session: Session, name: str, dtype: torch.dtype) -> torch.Tensor:
