@@ -1,7 +1,7 @@
 """A model that goes from one adapter to the next, as it goes from one stock Trainer to another.
 
-Frameworks tell nobody that they are done with a model. So the engine that has it stays, and gives the model back, its
-weights in it, when the next adapter takes it.
+No framework says that its Trainer is done with a model. So the engine keeps the model, and gives it back, with its
+weights, when the next adapter takes it.
 """
 
 from __future__ import annotations
