@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
-from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations.accelerate import Accelerator
 from group import group_of
 from test_integrations_transformers import Rows, build, same, tight
@@ -98,7 +98,7 @@ def test_what_is_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_frozen_model_beside_it_shares_the_budget() -> None:
     accelerator, model, *_ = prepared(Accelerator)
-    teacher = accelerator.prepare(build(1))
+    teacher = accelerator.prepare(build(1).eval())
     ids = Rows(2)[1]["input_ids"][None]
     with torch.no_grad():
         torch.testing.assert_close(teacher(input_ids=ids).logits, build(1)(input_ids=ids).logits)
@@ -122,11 +122,65 @@ def test_what_is_freed_is_an_ordinary_model_that_another_takes() -> None:
     second = Accelerator(cpu=True, ebbtide=tight())
     model, _ = second.prepare(ours[1], torch.optim.AdamW(ours[1].parameters()))
     third = Accelerator(cpu=True, ebbtide=tight())
-    model = third.prepare(model)  # to be evaluated: it has no optimizer
-    assert second.engines[0].closed and not any(one.requires_grad for one in model.parameters())
+    model = third.prepare(model).eval()  # it has no optimizer
+    assert second.engines[0].closed
+    with torch.no_grad():
+        model(input_ids=Rows(2)[1]["input_ids"][None])
+    assert third.engine_of(model) and not any(one.requires_grad for one in model.parameters())
     third.free_memory()
     assert all(one.requires_grad for one in model.parameters())
     same(model.state_dict(), first)
+
+
+def test_the_optimizer_may_come_after_its_model(tmp_path: Path) -> None:
+    at_once = prepared(Accelerator)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, ebbtide=tight())
+    model = accelerator.prepare(build())
+    with pytest.raises(StateError, match="first call"):
+        accelerator.engine_of(model)
+    ids = Rows(2)[1]["input_ids"][None]
+    model.eval()
+    with torch.no_grad():
+        first = model(input_ids=ids).logits
+    model.train()
+    assert not any(
+        one.requires_grad for one in model.parameters()
+    )  # to be evaluated, as far as it has been told
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    loader = accelerator.prepare(DataLoader(Rows(30), batch_size=4))
+    optimizer = accelerator.prepare(optimizer)
+    schedule = accelerator.prepare(schedule)
+    assert epoch(accelerator, model, optimizer, loader, schedule) == epoch(*at_once)
+    same(accelerator.get_state_dict(model), at_once[0].get_state_dict(at_once[1]))
+    assert first.shape[-1] == model.config.vocab_size and len(accelerator.engines) == 1
+    for each in (accelerator, at_once[0]):
+        each.free_memory()
+
+
+def test_a_model_that_trains_without_an_optimizer_is_pytorchs_and_said_so(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, ebbtide=tight())
+    model, teacher = accelerator.prepare(build(), build(1).eval())
+    plain = build()
+    ids = Rows(2)[1]["input_ids"][None]
+    with torch.no_grad():
+        teacher(input_ids=ids)
+    with pytest.warns(UserWarning, match="outside the budgets"):
+        loss = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(loss)
+    plain(input_ids=ids, labels=ids).loss.backward()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm == torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+    accelerator.save_state(str(tmp_path / "saved"))
+    again = Accelerator(cpu=True, ebbtide=tight())
+    model, other = again.prepare(build(2), build(3).eval())
+    again.load_state(str(tmp_path / "saved"))
+    same(again.get_state_dict(model), plain.state_dict())
+    same(again.get_state_dict(other), accelerator.get_state_dict(teacher))
+    for each in (accelerator, again):
+        each.free_memory()
 
 
 def on_ranks(kind: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -177,7 +231,7 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
         Accelerator(cpu=True, ebbtide=tight() | {"accumulate": 2})
     accelerator = Accelerator(cpu=True, ebbtide=tight())
     model = build()
-    with pytest.raises(ConfigError, match="both at once"):
+    with pytest.raises(ConfigError, match="module first, or both at once"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
     accelerator, model, *_ = prepared(Accelerator)
     with pytest.raises(UnsupportedError, match="norm_type"):

@@ -7,7 +7,9 @@ weights, when the next adapter takes it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +48,7 @@ def take(
 ) -> Engine:
     """An engine for the module, which another adapter may have until now. A frozen one has no moments."""
     give_back(module)
+    FirstCall.none_of(module)
     thawed = [one for one in module.parameters() if frozen and one.requires_grad]
     try:
         for parameter in thawed:
@@ -71,3 +74,36 @@ def give_back(module: nn.Module) -> None:
 def _thaw(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.requires_grad_(True)
+
+
+class FirstCall:
+    """A module tells at its first call what it is for: `begin` hears of it, and then the call goes on.
+
+    It waits where torch looks before it runs anything of a module, hooks included.
+    """
+
+    _waiting: weakref.WeakKeyDictionary[nn.Module, FirstCall] = weakref.WeakKeyDictionary()
+
+    def __init__(self, module: nn.Module, begin: Callable[[nn.Module], None]) -> None:
+        self._module, self._begin = weakref.ref(module), begin
+        self._compiled = module._compiled_call_impl
+        module._compiled_call_impl = self
+        self._waiting[module] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        self.none_of(module)
+        self._begin(module)
+        return module(*args, **kwargs)
+
+    @classmethod
+    def awaited(cls, module: nn.Module) -> bool:
+        return module in cls._waiting
+
+    @classmethod
+    def none_of(cls, module: nn.Module) -> None:
+        """Nobody waits for the module's first call any more."""
+        waiting = cls._waiting.pop(module, None)
+        if waiting is not None:
+            module._compiled_call_impl = waiting._compiled

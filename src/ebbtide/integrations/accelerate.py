@@ -5,12 +5,13 @@
     accelerator = Accelerator(ebbtide={"device": {"memory": "20GB"}})
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-The loop stays as it is. `prepare` takes a module together with its torch.optim.AdamW or Adam; a module without one is
-frozen, and evaluates within the same budgets.
+The loop stays as it is. `prepare` takes a module with its torch.optim.AdamW or Adam, at once or one after the other; a
+module without one evaluates within the same budgets.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +24,9 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine
-from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _transformers as private
-from ebbtide.integrations._models import give_back, holder, take
+from ebbtide.integrations._models import FirstCall, give_back, holder, take
 
 REFUSED = {
     "deepspeed_plugin": "ebbtide takes DeepSpeed's place: leave it out",
@@ -75,66 +76,115 @@ class Accelerator(accelerate.Accelerator):
     # -- what is prepared -----------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        modules = [one for one in args if isinstance(one, nn.Module)]
         made: dict[int, Any] = {}
-        for module in (one for one in args if isinstance(one, nn.Module)):
-            if getattr(module, private.PREPARED, False) and holder(module) in (None, *self.engines):
-                continue
-            optimizer = _of(module, (one for one in args if isinstance(one, torch.optim.Optimizer)))
-            engine = self._take(module, optimizer)
-            if optimizer is not None:
+        for optimizer in (one for one in args if isinstance(one, torch.optim.Optimizer)):
+            if not isinstance(optimizer, _Steps):
+                engine = self._take(self._of(optimizer, modules), optimizer)
                 made[id(optimizer)] = _Steps(engine.optimizer, device_placement=False)
                 private.mark_prepared(made[id(optimizer)])
-        for one in args:
-            if isinstance(one, torch.optim.Optimizer) and id(one) not in made and not isinstance(one, _Steps):
-                raise ConfigError(
-                    f"prepare: a {type(one).__name__} without the module whose parameters it has; give prepare both at "
-                    "once, for the engine needs them together"
-                )
+        for module in modules:
+            if not getattr(module, private.PREPARED, False) or holder(module) not in (None, *self.engines):
+                self._await(module)
         return super().prepare(*(made.get(id(one), one) for one in args), device_placement=device_placement)
 
+    def _of(self, optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> nn.Module:
+        """The module whose parameters the optimizer has: one of these, or one that was prepared before."""
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in (*modules, *self._models):
+            if any(id(parameter) in trained for parameter in module.parameters()):
+                return module
+        raise ConfigError(
+            f"prepare: a {type(optimizer).__name__} without the module whose parameters it has; give prepare the "
+            "module first, or both at once, for the engine needs them together"
+        )
+
     def _take(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
-        if getattr(module, "hf_device_map", None) is not None:
-            raise UnsupportedError(
-                "prepare: the model was loaded with device_map; load it without, on the CPU: the engine places it"
-            )
+        _refuse_placed(module)
         engine = take(module, self._settings, optimizer, frozen=optimizer is None)
+        self.engines = [one for one in self.engines if not one.closed]
         self.engines.append(engine)
         private.mark_prepared(module)
         return engine
 
+    def _await(self, module: nn.Module) -> None:
+        """Its optimizer may come in a later `prepare`; the first call tells whether it came for evaluation alone."""
+        _refuse_placed(module)
+        if _is_trained(module):
+            give_back(module)
+            FirstCall(module, self._begin)
+            private.mark_prepared(module)
+        else:
+            self._take(module, None)
+
+    def _begin(self, module: nn.Module) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            self._take(module, None)
+            return
+        if self.num_processes > 1:
+            raise ConfigError(
+                "a model that was prepared without its optimizer is called to be trained, on several ranks: give "
+                "prepare its optimizer, too"
+            )
+        warnings.warn(
+            "a model that was prepared without its optimizer is called to be trained: PyTorch runs it, outside the "
+            "budgets. Give prepare its optimizer, too; if it only evaluates, call eval() on it",
+            stacklevel=5,
+        )
+        module.to(self.device)
+
     def engine_of(self, model: nn.Module) -> Engine:
         """The one that has a prepared model."""
-        return next(engine for engine in self.engines if engine.module is model)
+        engine = self._engine_with(model.parameters())
+        if engine is None:
+            raise StateError(
+                f"engine_of: no engine has this {type(model).__name__}: prepare it with its optimizer; one that only "
+                "evaluates is in an engine from its first call on"
+            )
+        return engine
+
+    def _engine_with(self, parameters: Iterable[torch.Tensor]) -> Engine | None:
+        first = next(iter(parameters), None)
+        for engine in self.engines:
+            if any(first is parameter for parameter in engine.parameters()):
+                return engine
+        return None
 
     def free_memory(self, *objects: Any) -> Any:
         """Models keep their weights, in RAM."""
-        for engine in self.engines:
-            give_back(engine.module)
+        for module in self._models:
+            give_back(module)
+            FirstCall.none_of(module)
+            vars(module).pop(private.PREPARED, None)
         self.engines = []
         return super().free_memory(*objects)
 
     # -- steps ----------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        trained = [engine for engine in self.engines if any(p.requires_grad for p in engine.parameters())]
         scaled = loss / self.gradient_accumulation_steps
-        if len(trained) == 1:
+        trained = [engine for engine in self.engines if _is_trained(engine.module)]
+        if len(trained) == 1 and not any(_is_trained(model) for model in self._outside()):
             trained[0].backward(scaled, **kwargs)
         else:
             scaled.backward(**kwargs)  # the outputs that it comes from say which of them
 
+    def _outside(self) -> list[nn.Module]:
+        """Prepared models that no engine has."""
+        return [model for model in self._models if holder(model) not in self.engines]
+
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = self._engine_with(given)
+        if engine is None:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
         if norm_type != 2:
             raise UnsupportedError(
                 f"clip_grad_norm_(norm_type={norm_type}): the engine has the 2-norm of all gradients"
             )
-        first = next(iter(parameters), None)
-        for engine in self.engines:
-            if any(first is parameter for parameter in engine.parameters()):
-                return engine.clip_grad_norm_(max_norm)
-        raise ConfigError("clip_grad_norm_: expected the parameters of a prepared model")
+        return engine.clip_grad_norm_(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         raise UnsupportedError("clip_grad_value_: the engine clips by the global norm; use clip_grad_norm_")
@@ -142,30 +192,36 @@ class Accelerator(accelerate.Accelerator):
     # -- state ----------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Of a prepared model, in fp32 whatever it computes in."""
-        for engine in self.engines:
-            if engine.module is model:
-                return engine.state_dict()
-        return super().get_state_dict(model, unwrap)
+        """Of a model in an engine, in fp32 whatever it computes in."""
+        engine = self._engine_with(model.parameters())
+        return super().get_state_dict(model, unwrap) if engine is None else engine.state_dict()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Schedules, loaders, random numbers and registered objects as ever; each engine in a folder of its own."""
-        with self._without_models():
+        with self._without_engines():
             folder = super().save_state(output_dir, *args, **kwargs)
-        for number, engine in enumerate(self.engines):
-            engine.save(Path(folder) / f"ebbtide-{number}")
+        for name, engine in self._by_folder():
+            engine.save(Path(folder) / name)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         folder = Path(input_dir) if input_dir is not None else self._latest()
-        for number, engine in enumerate(self.engines):
-            if not (folder / f"ebbtide-{number}").is_dir():
+        for number, model in enumerate(self._models):
+            if FirstCall.awaited(model) and (folder / f"ebbtide-{number}").is_dir():
+                self._take(model, None)  # it was in an engine, without an optimizer
+        for name, engine in self._by_folder():
+            if not (folder / name).is_dir():
                 raise ConfigError(
-                    f"load_state: {folder} has no ebbtide-{number}; expected one that this Accelerator saved"
+                    f"load_state: {folder} has no {name}; expected one that this Accelerator saved"
                 )
-            engine.load(folder / f"ebbtide-{number}")
-        with self._without_models():
+            engine.load(folder / name)
+        with self._without_engines():
             return super().load_state(str(folder), *args, **kwargs)
+
+    def _by_folder(self) -> list[tuple[str, Engine]]:
+        """In the order in which models were prepared, as stock has them."""
+        found = ((f"ebbtide-{number}", holder(model)) for number, model in enumerate(self._models))
+        return [(name, engine) for name, engine in found if engine is not None and engine in self.engines]
 
     def _latest(self) -> Path:
         """With automatic names."""
@@ -173,10 +229,10 @@ class Accelerator(accelerate.Accelerator):
         return max(found.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
 
     @contextmanager
-    def _without_models(self) -> Iterator[None]:
+    def _without_engines(self) -> Iterator[None]:
+        """Stock sees the models and optimizers that no engine has."""
         models, optimizers = self._models, self._optimizers
-        ours = [engine.module for engine in self.engines]
-        self._models = [one for one in models if not any(one is module for module in ours)]
+        self._models = self._outside()
         self._optimizers = [one for one in optimizers if not isinstance(one, _Steps)]
         try:
             yield
@@ -184,10 +240,12 @@ class Accelerator(accelerate.Accelerator):
             self._models, self._optimizers = models, optimizers
 
 
-def _of(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """The optimizer that has parameters of a module's."""
-    own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in optimizers:
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    return None
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _refuse_placed(module: nn.Module) -> None:
+    if getattr(module, "hf_device_map", None) is not None:
+        raise UnsupportedError(
+            "prepare: the model was loaded with device_map; load it without, on the CPU: the engine places it"
+        )
