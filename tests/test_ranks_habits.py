@@ -141,3 +141,25 @@ def nothing(place: str) -> str:
 def test_a_step_without_a_gradient_is_refused_on_all_ranks() -> None:
     for said in group_of(2).run(nothing, "everything fits"):
         assert "brought no gradient to a parameter" in said
+
+
+def evaluated_apart() -> list[float]:
+    """The first rank's batches are small, and chunks stay there between them; the other has to fetch them again. After
+    each evaluation ranks tell each other something of their own."""
+    engine = start("host", device={"memory": 120_000})
+    rank, found = dist.get_rank(), []
+    engine.backward(loss_of(engine, 0, True))
+    engine.step()
+    for _ in range(4):
+        with torch.no_grad():
+            scores = engine.module(torch.ones(4 if rank == 0 else 96, WIDTH))
+        mean = scores.mean()
+        dist.all_reduce(mean)
+        found.append(float(mean))
+    engine.close()
+    return found
+
+
+def test_ranks_that_evaluate_batches_of_their_own_sizes_wait_for_each_other() -> None:
+    first, second = group_of(2).run(evaluated_apart)
+    assert first == second and len(set(first)) == 1

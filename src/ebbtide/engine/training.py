@@ -28,6 +28,7 @@ from ebbtide.engine.stepping import Stepping, StepResult
 from ebbtide.engine.tracebacks import show_users_lines
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.intercept.calls import RootCalls
+from ebbtide.intercept.generation import InStep
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.optimizer import make_optimizer
 from ebbtide.run.companions import Companions, find_companions, others_too
@@ -158,6 +159,8 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         self._session.data.end_pass()
         self._own_backward = OwnBackward(self._session, self._reversing, self._accumulating)
         self._session.interceptor.keep(RootCalls(module, self.__call__, self._under_way))
+        if self._session.sharing is not None:
+            self._session.interceptor.keep(InStep(module, self._session.places.all_reside))
 
     def _take_over(
         self,

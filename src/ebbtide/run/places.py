@@ -78,6 +78,10 @@ class Places:
                 self.residing[index] -= 1
                 self.data.computed(index).pins -= 1
 
+    def all_reside(self) -> bool:
+        """Whether it is the time of `resident()`."""
+        return all(self.residing)
+
     # -- the tier where an update is done -------------------------------------------------------------
 
     @contextmanager

@@ -29,7 +29,7 @@ from ebbtide.run.setup import Choice
 from ebbtide.run.source import Source
 from ebbtide.run.tiers import Tiers
 from ebbtide.run.traces import WATCHED, Known
-from ebbtide.run.wishes import DONE, FORWARD
+from ebbtide.run.wishes import DONE, EVALUATED, FORWARD
 from ebbtide.runtime.parameters.away import plainly
 from ebbtide.runtime.planning.call import Call
 
@@ -120,6 +120,10 @@ class Session(Machinery):
                     self._make_room(call)
             with self.data.in_pass(), self.interceptor.scope():
                 yield
+            if not self.places.all_reside():
+                self.meet(
+                    EVALUATED, self.micro
+                )  # nobody leaves others alone with what they have yet to gather
         except BaseException:
             if self.idle:
                 self.executor.let_go()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ebbtide.errors import StateError
 
-GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD, TOKENS, BEGIN, FORWARD, DONE = range(1, 13)
+GATHER, REDUCE, END, LOSS, STEP, VALUES, SAVE, LOAD, TOKENS, BEGIN, FORWARD, DONE, EVALUATED = range(1, 14)
 WISHES = {
     GATHER: "gathers chunk",
     REDUCE: "reduces the gradients of chunk",
@@ -23,6 +23,7 @@ WISHES = {
     BEGIN: "begins a forward pass, micro-batch",
     FORWARD: "ends a forward pass, micro-batch",
     DONE: "ends an update, step",
+    EVALUATED: "ends an evaluation, micro-batch",
     TOKENS: "exchanges tokens with experts (ten times the layer, and which exchange):",
 }
 
@@ -61,8 +62,9 @@ def judge(mine: Wish, wishes: Sequence[Wish]) -> tuple[int, int] | None:
     if gathers:
         return GATHER, gathers[0][1]
     deeds = {one.deed for one in wishes}
-    if FORWARD in deeds and len(deeds) > 1:  # somebody ran forward twice
-        return mine.what if mine.deed == FORWARD else (FORWARD, -1)
+    for left in (FORWARD, EVALUATED):  # somebody ran forward twice, or evaluates more than others
+        if left in deeds and len(deeds) > 1:
+            return mine.what if mine.deed == left else (left, -1)
     waits = REDUCE in deeds and deeds <= {REDUCE, TOKENS, END}
     if len({one.round for one in wishes}) > 1 or (len(deeds) > 1 and not waits):
         said = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(wishes))

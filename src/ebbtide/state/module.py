@@ -135,7 +135,7 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
     _held[session.module] = "is managed by another engine: use that one, or call its release() first"
     member_of = {id(p): i for i, p in enumerate(session.data.parameters)}
     for child in session.module.modules():
-        session.interceptor.keep(PlainCopy(child, lambda: all(session.places.residing)))
+        session.interceptor.keep(PlainCopy(child, session.places.all_reside))
         sample = next((p for p in child.parameters() if id(p) in member_of), None)
         if sample is not None:
             session.interceptor.keep(_Conversion(child, sample, lambda: session.interceptor.scopes > 0))
