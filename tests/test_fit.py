@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 import zoo
@@ -38,6 +39,11 @@ class Deep(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.head(x)
+
+
+class Checkpointed(Deep):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Recurrent(nn.Module):
@@ -116,15 +122,27 @@ def a_gan(engines: Engines) -> tuple[Any, Callable[[int], None]]:
 
 @loop
 def a_policy_with_its_reference(engines: Engines) -> tuple[Any, Callable[[int], None]]:
+    return beside_its_reference(engines, Deep(1))
+
+
+@loop
+def a_checkpointed_policy_with_its_reference(engines: Engines) -> tuple[Any, Callable[[int], None]]:
+    """Backward takes far more than what waits for it, and chunks of the reference have its place meanwhile."""
+    return beside_its_reference(engines, Checkpointed(1), 8 * ROWS)
+
+
+def beside_its_reference(
+    engines: Engines, model: nn.Module, rows: int = ROWS
+) -> tuple[Any, Callable[[int], None]]:
     reference = Deep(1).requires_grad_(False)
-    policy, frozen = engines(Deep(1)), engines(reference)
-    x = drawn(0, ROWS, WIDTH)
+    policy, frozen = engines(model), engines(reference)
+    x = drawn(0, rows, WIDTH)
     fit = policy.fit(x, loss=lambda out: F.softplus(-out.log_softmax(-1).sum(-1)).mean()) + frozen.fit(
         evaluate=[x]
     )
 
     def step(number: int) -> None:
-        x = drawn(number, ROWS, WIDTH)
+        x = drawn(number, rows, WIDTH)
         found = policy(x).log_softmax(-1).sum(-1)
         with torch.no_grad():
             before = frozen(x).log_softmax(-1).sum(-1)
@@ -210,7 +228,9 @@ def run(make: Loop, budget: Budget) -> tuple[list[str], Any, int, dict[str, Any]
                 most = max(most, count.peak)
             for engine in engines.made:
                 engine.check_integrity()
-        return [one.weights_sha256() for one in engines.made], fit, most, engines.made[0].stats()
+        stats = engines.made[0].stats()
+        assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+        return [one.weights_sha256() for one in engines.made], fit, most, stats
     finally:
         engines.close()
 
@@ -247,6 +267,27 @@ def test_a_reference_has_the_room_that_its_policy_leaves_while_it_waits() -> Non
         assert beside.stays < beside.least // 3
         assert (alone + beside).least == (beside + alone).least == alone.least + beside.stays
         assert (alone + alone).least == 2 * alone.least  # each may go back through the other
+    finally:
+        engines.close()
+
+
+def test_chunks_of_a_reference_leave_before_its_policy_is_said_to_take_their_place() -> None:
+    """The policy's level is that of its backward all the while, as in a pass whose plan it has left."""
+    engines = Engines(700_000)
+    try:
+        policy, frozen = engines(Deep(1)), engines(Deep(1).requires_grad_(False))
+        policy.backward(policy(drawn(0, ROWS, WIDTH)).mean())
+        policy.step()
+        loss = policy(drawn(1, ROWS, WIDTH)).mean()
+        room = policy._session.room
+        room.rest = room.level
+        room.raise_level(300_000)
+        with torch.no_grad():
+            frozen(drawn(1, ROWS, WIDTH))
+        policy.backward(loss)
+        policy.step()
+        assert policy.stats()["peak_bytes"]["device"] <= 700_000
+        policy.check_integrity()
     finally:
         engines.close()
 

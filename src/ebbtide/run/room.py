@@ -114,9 +114,13 @@ class Room:
             if room is not self and room.course.phase == IDLE:
                 room.level, room.held, room.guessed = room.fixed, 0, False
             room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
-        self.set_level(self.level, self.guessed)
-        if self.rest is not None:
-            self._make_on_device(0, rising=True, guess=self.guessed)
+        try:
+            if self.rest is not None:
+                level = self.level + self.held + self.elsewhere()
+                needed = level - self.ledger.level["device"]
+                self._make_on_device(max(0, needed), rising=True, guess=self.guessed)
+        finally:
+            self.set_level(self.level, self.guessed)
 
     def end_turn(self) -> None:
         """An evaluation is over that another engine waited for: what is computed until that one goes on has its room, as
