@@ -179,11 +179,15 @@ def a_validation_of_twice_the_batch(engines: Engines) -> tuple[Any, Callable[[in
         drawn(0, ROWS, WIDTH), loss=lambda out: out.square().mean(), evaluate=[drawn(0, 8 * ROWS, WIDTH)]
     )
 
+    held: list[torch.Tensor] = [torch.empty(0)]
+
     def step(number: int) -> None:
         engine.backward(engine(drawn(number, ROWS, WIDTH)).square().mean())
         engine.step()
         with torch.no_grad():
-            engine(drawn(number, 8 * ROWS, WIDTH))
+            for _ in range(2):
+                held[0] = engine(drawn(number, 8 * ROWS, WIDTH))  # the last one is there until then
+        held[0] = torch.empty(0)
 
     return fit, step
 
@@ -319,6 +323,10 @@ def test_what_cannot_be_said() -> None:
     try:
         with pytest.raises(ConfigError, match="at least one batch"):
             engine.fit()
+        assert "fit((x, y))" in str(engine.fit(drawn(0, ROWS, WIDTH), drawn(1, ROWS, WIDTH)))
+        assert "fit((x, y))" not in str(engine.fit(drawn(0, ROWS, WIDTH)))
+        twice = engine.fit(evaluate=[drawn(0, ROWS, WIDTH)], run=lambda x: engine.module(torch.cat([x, x])))
+        assert twice.least > engine.fit(evaluate=[drawn(0, ROWS, WIDTH)]).least
         engine.module.head.forward = lambda x: x * x.sum().item()  # type: ignore[method-assign]
         with pytest.raises(UnsupportedError, match=r"cannot be imagined.*least"):
             engine.fit(drawn(0, ROWS, WIDTH))

@@ -159,3 +159,28 @@ def on_ranks() -> bool:
 
 def test_all_ranks_have_all_of_it() -> None:
     assert group_of(2).run(on_ranks) == [True, True]
+
+
+def test_where_resident_has_no_room_all_that_is_short_and_release_are_named() -> None:
+    def deep(memory: int) -> Engine:
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 64) for _ in range(8)]
+        device = {"kind": "cpu", "memory": memory}
+        return engine_of(nn.Sequential(*layers), chunk_size="16KiB", device=device, host={"memory": "16MB"})
+
+    engine = deep(80_000)
+    loss = engine(torch.ones(2, 64)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    with pytest.raises(BudgetError, match=r"release\(\)") as refused, engine.resident():
+        pass
+    module = engine.release()  # what was tried has left nothing behind
+    assert module(torch.ones(2, 64)).isfinite().all()
+    weights = 4 * sum(parameter.numel() for parameter in module.parameters())
+    assert weights <= 80_000 + refused.value.short <= 2 * weights
+    enough = deep(80_000 + refused.value.short)
+    enough.backward(enough(torch.ones(2, 64)).square().mean())
+    enough.step()
+    with enough.resident():  # optimizer state leaves the device for it
+        assert all(parameter.isfinite().all() for parameter in enough.module.parameters())
+    enough.close()

@@ -68,6 +68,8 @@ class ByName(Held):
         session.hold_outputs()
         if write:
             session.catch_up_averages()
+        if session.sharing is None:
+            session.homes.make_way(session.places.short_of_all())
         with session.places.resident(), session.data.in_pass(), self._remembered(write) as kept:
             session.data.notice_all()  # of a context around this one
             session.data.watch_writes(kept)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.errors import UnsupportedError
 from ebbtide.plan.place import enough
@@ -31,6 +32,8 @@ class Fit:
     stays: int = 0
     """Bytes that stay while another engine computes: what a pass has that waits for its backward, or what it gave."""
     trains: bool = False
+    hint: str = ""
+    """What may have been meant otherwise."""
 
     @property
     def half(self) -> int:
@@ -48,20 +51,21 @@ class Fit:
             self.passes + other.passes,
             self.stays + other.stays,
             self.trains or other.trains,
+            self.hint or other.hint,
         )
 
     def __str__(self) -> str:
         passes = ", ".join(f"{name} {format_size(count)}" for name, count in self.passes)
         return (
             f"device.memory = {self.least} is enough ({format_size(self.least)}: {passes}); {self.half} is halfway to "
-            f"{self.whole}, which holds everything ({format_size(self.whole)})"
+            f"{self.whole}, which holds everything ({format_size(self.whole)}){self.hint}"
         )
 
 
 def fit(
     session: Session,
     module: nn.Module,
-    batches: Iterable[Any],
+    batches: Sequence[Any],
     loss: Callable[[Any], torch.Tensor] | None,
     run: Callable[..., Any] | None,
     evaluate: Iterable[Any],
@@ -74,16 +78,28 @@ def fit(
         stays = max(stays, record.left_by_forward + record.fixed)
         # What the loop holds of one pass, it holds until forward of the next is over.
         passes.append((f"training {number}", _enough(session, record.carrying(record.left))))
+    only = run if run is not None and not passes else module
     for number, batch in enumerate(evaluate, 1):
         with torch.no_grad():
-            record = _imagined(session, _call(session, module, batch, module))
-        needed = session.evaluations.least(record) + left
+            record = _imagined(session, _call(session, module, batch, only))
         stays = max(stays, record.left + record.fixed)
-        peak = max(peak, record.peak + left)
-        passes.append((f"evaluation {number}", needed))
+        held = max(left, record.left - 2 * _nbytes(batch))  # this batch and the next: the loop drops inputs
+        peak = max(peak, record.peak + held)
+        passes.append((f"evaluation {number}", session.evaluations.least(record) + held))
     model_data = sum(session.shape.sizes) + sum(session.shape.state_bytes)
     least = max(count for _, count in passes)
-    return Fit(least, max(least, peak + model_data), tuple(passes), stays, trains)
+    return Fit(least, max(least, peak + model_data), tuple(passes), stays, trains, _hint(batches))
+
+
+def _nbytes(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _hint(batches: Sequence[Any]) -> str:
+    """Where forward's second argument may be taken for another batch, and is left out by its default."""
+    if len(batches) < 2 or not all(isinstance(batch, torch.Tensor) for batch in batches):
+        return ""
+    return f". These are {len(batches)} batches of one tensor each; one batch of two is fit((x, y))"
 
 
 def _call(session: Session, module: nn.Module, batch: Any, function: Callable[..., Any]) -> Call:
@@ -107,8 +123,9 @@ def _imagined(session: Session, call: Call) -> Record:
     record = session.imagining.imagine(call)
     if record is None:
         raise UnsupportedError(
-            f"fit: this pass cannot be imagined ({session.imagining.note}), so what it takes shows only when it runs; "
-            'device.memory = "least" finds a budget then'
+            f"fit: this pass cannot be imagined ({session.imagining.note}). Each argument of fit is one batch, as "
+            "forward takes it: several positional arguments are a tuple, fit((x, y)). If that is so, what it takes "
+            'shows only when it runs, and device.memory = "least" finds a budget then'
         )
     return record
 

@@ -127,7 +127,8 @@ def handed_over(config: Config, given: Any) -> tuple[Config, Any, torch.optim.Op
     if given.state:
         raise UnsupportedError(
             f"the {kind.__name__} that was handed over has made steps already, and its moments would be lost: hand over "
-            "a new one, or go on from a checkpoint with engine.load(folder)"
+            "a new one, and after that engine.optimizer.load_state_dict(its state_dict()); from a checkpoint of the "
+            "engine's, engine.load(folder)"
         )
     groups = [as_settings(group, place, name) for place, group in enumerate(given.param_groups)]
     rates: Mapping[str, Any] = groups[0]

@@ -213,6 +213,10 @@ class Homes:
         self._settled = settled
         return before - self._on_device()
 
+    def make_way(self, short: int) -> None:
+        """State leaves for something that `short` bytes are missing for, with no state beside it."""
+        self.give_up(self._on_device() + short)
+
     def _to_come(self) -> int:
         """Bytes that the pass under way may yet bring to the host."""
         chunks = (c for c in self._store.chunks.values() if c.kind in (PARAM, GRAD) and c.host is None)

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.backend import Event
+from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import SSD_WRITE, TIERS, TO_DEVICE, Chunk
 from ebbtide.plan.shape import PARAM, WHOLE
 from ebbtide.run.course import Course
 from ebbtide.run.model import ModelData
 from ebbtide.run.room import Room
+from ebbtide.units import format_size
 
 
 class Places:
@@ -67,9 +69,13 @@ class Places:
     def resident(self) -> Iterator[None]:
         """All parameters are on the device, and stay there meanwhile."""
         held: list[int] = []
+        short = self.short_of_all()  # before chunks take of the level, as they may while it is a guess
         try:
             for index in range(len(self.data.members)):
-                self.hold(self.data.computed(index))
+                try:
+                    self.hold(self.data.computed(index))
+                except BudgetError as error:
+                    raise self._too_many(error, short) from error
                 self.residing[index] += 1
                 held.append(index)
             yield
@@ -77,6 +83,23 @@ class Places:
             for index in held:
                 self.residing[index] -= 1
                 self.data.computed(index).pins -= 1
+
+    def short_of_all(self) -> int:
+        """Bytes that the device is too small by for all parameters beside what is computed."""
+        chunks = {self.data.computed(index) for index in range(len(self.data.members))}
+        needed = sum(chunk.nbytes for chunk in chunks) + self.store.ledger.level["device"]
+        return needed - self.store.ledger.budgets["device"]
+
+    def _too_many(self, error: BudgetError, short: int) -> BudgetError:
+        """Not what is short for one of them, but for all."""
+        short = max(error.short, short)
+        return BudgetError(
+            f"engine.resident() keeps all parameters on the device, and they do not fit: short by {format_size(short)}",
+            tier="device",
+            short=short,
+            advice=f"raise device.memory by {short} bytes; to merge or save after training take engine.release(), which "
+            "gives the module back with its weights in RAM; forward and generate() work without resident(), too",
+        )
 
     def all_reside(self) -> bool:
         """Whether it is the time of `resident()`."""
