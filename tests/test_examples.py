@@ -20,12 +20,14 @@ ROWS = {
 }
 
 
-def example(name: str, folder: Path, *flags: str, ranks: int = 1) -> str:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+ALONE: list[str] = []
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+
+
+def example(name: str, folder: Path, *flags: str, launcher: list[str] = ALONE) -> str:
     done = subprocess.run(
-        [*launcher, str(EXAMPLES / f"{name}.py"), *flags],
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *flags],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -54,12 +56,29 @@ def test_loops(name: str, tmp_path: Path) -> None:
 
 def test_ranks_share_one_model(tmp_path: Path) -> None:
     said = example(
-        "plain_loop", tmp_path, "--device", "cpu", "--device-memory", "3MB", "--steps", "3", ranks=2
+        "plain_loop", tmp_path, "--device", "cpu", "--device-memory", "3MB", "--steps", "3", launcher=TORCHRUN
     )
     assert said.count("step 2: loss") == 1
     assert [path.name for path in (tmp_path / "trained").glob("step-*")] == ["step-00000003"]
     shards = sorted(path.name for path in (tmp_path / "trained" / "step-00000003").glob("*.bin"))
     assert shards == ["rank-00000.bin", "rank-00001.bin"]
+
+
+def test_accelerate_on_ranks_and_by_its_launcher(tmp_path: Path) -> None:
+    """Its launcher starts several processes for GPUs, or by MPI; on a CPU there is torchrun."""
+    flags = ["--cpu", "--device-memory", "8MB"]
+    for launcher, ranks in ((TORCHRUN, 2), (ACCELERATE, 1)):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        assert example("accelerate_loop", folder, *flags, launcher=launcher).count("epoch 0: loss") == 1
+        shards = sorted(path.name for path in (folder / "accelerated" / "ebbtide-0").glob("step-*/*.bin"))
+        assert shards == [f"rank-{rank:05}.bin" for rank in range(ranks)]
+
+
+def test_a_trainer(tmp_path: Path) -> None:
+    flags = ["--cpu", "--steps", "2", "--length", "16", "--out", str(tmp_path / "out")]
+    assert "saved in" in example("finetune_with_trainer", tmp_path, *flags)
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("name", "lora"), [("sft", True), ("dpo", False), ("dpo", True)])

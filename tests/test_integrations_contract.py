@@ -6,16 +6,22 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
+import trl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from ebbtide.errors import UnsupportedError
+from ebbtide.integrations import _accelerate, _lightning, _trl, _versions
 from ebbtide.integrations import _transformers as private
-
-ROOT = Path(__file__).parent.parent
+from ebbtide.integrations._models import mark_prepared
+from ebbtide.integrations.accelerate import Accelerator as EbbtideAccelerator
+from ebbtide.integrations.lightning import EbbtideStrategy
 
 
 @pytest.mark.parametrize("name", private.OVERRIDDEN)
@@ -36,10 +42,10 @@ def test_trainer_takes_what_the_adapter_gives() -> None:
 
 
 def test_a_marked_object_is_left_as_it_is() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(module.parameters())
-    private.mark_prepared(module, optimizer)
+    mark_prepared(module, optimizer)
     assert accelerator.prepare(module, optimizer) == (module, optimizer)
 
 
@@ -60,15 +66,58 @@ def test_arguments_have_the_names_that_are_looked_at() -> None:
     assert hasattr(args, private.GPUS)
 
 
+@pytest.mark.parametrize(
+    "module", [_accelerate, _lightning, _trl, private], ids=lambda one: one.__name__[20:]
+)
 def test_a_version_that_is_too_old_is_refused_and_a_newer_one_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
+    module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "version", lambda name: "4.57.1")
-    with pytest.raises(UnsupportedError, match=r"5\.0 or newer, found 4\.57\.1"):
-        private.require_version()
-    monkeypatch.setattr(private, "version", lambda name: "99.1.0")
+    package = module.__name__.rpartition("._")[2]
+    _versions.require(package, module.OLDEST, module.NEWEST)  # the one that is installed
+    oldest = f"{module.OLDEST[0]}.{module.OLDEST[1]}"
+    monkeypatch.setattr(_versions, "version", lambda name: "0.9.1")
+    with pytest.raises(UnsupportedError, match=rf"{oldest} or newer, found 0\.9\.1"):
+        _versions.require(package, module.OLDEST, module.NEWEST)
+    monkeypatch.setattr(_versions, "version", lambda name: "99.1.0")
     with pytest.warns(UserWarning, match="newer"):
-        private.require_version()
+        _versions.require(package, module.OLDEST, module.NEWEST)
+
+
+def replaced(ours: type, stock: type) -> set[str]:
+    """Methods and properties of a stock class that one of ours has, too."""
+    return {name for name in vars(ours) if name in dir(stock) and not name.startswith(("__", "_abc_"))}
+
+
+def test_accelerator_has_what_the_adapter_replaces_and_reads() -> None:
+    assert replaced(EbbtideAccelerator, accelerate.Accelerator) == set(_accelerate.OVERRIDDEN)
+    stock = accelerate.Accelerator(cpu=True)
+    for name in (_accelerate.MODELS, _accelerate.OPTIMIZERS):
+        assert isinstance(getattr(stock, name), list), f"Accelerator.{name} is gone"
+
+
+def test_automatic_names_of_states_end_in_a_number(tmp_path: Path) -> None:
+    configuration = accelerate.utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    stock = accelerate.Accelerator(cpu=True, project_config=configuration)
+    folders = [Path(stock.save_state()) for _ in range(2)]
+    assert folders[1].parent == tmp_path / _accelerate.CHECKPOINTS
+    assert [folder.name.rpartition("_")[2] for folder in folders] == ["0", "1"]
+
+
+def test_lightning_has_what_the_strategy_replaces_and_calls() -> None:
+    assert replaced(EbbtideStrategy, SingleDeviceStrategy) == {*_lightning.OVERRIDDEN, "strategy_name"}
+    for name in _lightning.PRECISION:
+        assert callable(getattr(Precision, name, None)), f"Precision.{name} is gone"
+    assert hasattr(SingleDeviceStrategy(), _lightning.PLUGIN)
+
+
+def test_trl_has_what_is_replaced_and_looked_at(tmp_path: Path) -> None:
+    for trainer, names in _trl.OVERRIDDEN.items():
+        for name in names:
+            assert callable(getattr(getattr(trl, trainer), name, None)), f"trl.{trainer}.{name} is gone"
+    for config, names in _trl.ARGUMENTS.items():
+        made = getattr(trl, config)(str(tmp_path), use_cpu=True, bf16=False)
+        for name in names:
+            assert hasattr(made, name), f"trl.{config}.{name} is gone"
 
 
 def test_ebbtide_alone_imports_no_framework() -> None:
@@ -78,12 +127,3 @@ def test_ebbtide_alone_imports_no_framework() -> None:
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_the_example_of_a_trainer_runs(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "finetune_with_trainer.py"
-    assert len(example.read_text().splitlines()) <= 60
-    flags = ["--cpu", "--steps", "2", "--length", "16", "--out", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, str(example), *flags], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "saved in" in done.stdout and (tmp_path / "out" / "model.safetensors").exists()

@@ -14,9 +14,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ebbtide.errors import UnsupportedError
+from ebbtide.errors import BudgetError, UnsupportedError
 from ebbtide.integrations.transformers import Mixin
-from ebbtide.integrations.trl import DPOTrainer, RewardTrainer, SFTTrainer
+from ebbtide.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
 from test_integrations_transformers import close_to
 
 WORDS = (
@@ -133,11 +133,38 @@ def dpo_lora(kind: Any, folder: Path, **own: Any) -> Any:
     )
 
 
+def rewards(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("the") + len(text) / 100 for text in completions]
+
+
+def grpo(kind: Any, folder: Path, adapted: bool = False, **own: Any) -> Any:
+    """Its reference is built from where the model was loaded."""
+    causal(1).save_pretrained(folder / "model")
+    own_ones = {
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "beta": 0.1,
+    }
+    args = trl.GRPOConfig(output_dir=str(folder), **COMMON | own_ones)
+    prompts = Dataset.from_list([{"prompt": words(number, 4)} for number in range(8)])
+    torch.manual_seed(0)
+    own["peft_config"] = adapter() if adapted else None
+    model = GPT2LMHeadModel.from_pretrained(folder / "model")
+    return kind(model, rewards, args=args, train_dataset=prompts, processing_class=tokenizer(), **own)
+
+
+def grpo_lora(kind: Any, folder: Path, **own: Any) -> Any:
+    return grpo(kind, folder, adapted=True, **own)
+
+
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "sft": (sft, SFTTrainer, trl.SFTTrainer),
     "dpo": (dpo, DPOTrainer, trl.DPOTrainer),
     "dpo, computed before": (dpo_computed_before, DPOTrainer, trl.DPOTrainer),
     "reward": (reward, RewardTrainer, trl.RewardTrainer),
+    "grpo": (grpo, GRPOTrainer, trl.GRPOTrainer),
+    "grpo, an adapter switched off": (grpo_lora, GRPOTrainer, trl.GRPOTrainer),
     "sft, an adapter": (sft_lora, SFTTrainer, trl.SFTTrainer),
     "dpo, an adapter switched off": (dpo_lora, DPOTrainer, trl.DPOTrainer),
 }
@@ -154,8 +181,40 @@ def test_it_trains_as_stock_does(name: str, tmp_path: Path) -> None:
     stats = found.engine.stats()
     assert stats["moved_bytes"]["host_to_device"] > 0
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
-    assert bool(found.references) == (name in ("dpo", "dpo, computed before"))
+    assert bool(found.references) == (name in ("dpo", "dpo, computed before", "grpo"))
     found.close()
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_grpo_generates_with_weights_that_stay_where_they_fit(
+    short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = grpo(trl.GRPOTrainer, tmp_path / "stock")
+    expected.train()
+    found = grpo(
+        GRPOTrainer, tmp_path / "ours", ebbtide=MEMORY | {"device": {"kind": "cpu", "memory": "64MB"}}
+    )
+    generates = type(found.model).generate
+
+    def fails_once(model: Any, *args: Any, **kwargs: Any) -> Any:
+        written = generates(model, *args, **kwargs)
+        if short and found._stays:
+            raise BudgetError("", tier="device", short=1, advice="")
+        return written
+
+    monkeypatch.setattr(type(found.model), "generate", fails_once)
+    found.train()
+    close_to(found, expected)
+    assert found._stays == (not short)
+    found.close()
+
+
+def test_vllm_is_refused(tmp_path: Path) -> None:
+    args = trl.GRPOConfig(output_dir=str(tmp_path), use_vllm=True, num_generations=4, **COMMON)
+    with pytest.raises(UnsupportedError, match="use_vllm"):
+        GRPOTrainer(
+            causal(), rewards, args=args, train_dataset=texts(), processing_class=tokenizer(), ebbtide=MEMORY
+        )
 
 
 def test_what_trl_does_with_memory_itself_is_refused(tmp_path: Path) -> None:

@@ -163,3 +163,30 @@ def evaluated_apart() -> list[float]:
 def test_ranks_that_evaluate_batches_of_their_own_sizes_wait_for_each_other() -> None:
     first, second = group_of(2).run(evaluated_apart)
     assert first == second and len(set(first)) == 1
+
+
+def told(ends: list[list[int]], rank: int) -> torch.Tensor:
+    """What a rank writes; its text is over with these tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=2, n_positions=64))
+    if dist.is_initialized():
+        device = {"memory": 130_000}
+        ebbtide.initialize(model, config_of(precision="fp32", chunk_size="8KiB", device=device))
+    with torch.no_grad():
+        asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends[rank]}
+        return model.generate(torch.full((2, 3), 5), **asked)
+
+
+def generated(ends: list[list[int]]) -> torch.Tensor:
+    rank = dist.get_rank()
+    found = told(ends, rank)
+    dist.all_reduce(torch.ones(1))
+    return found
+
+
+def test_a_rank_whose_text_is_over_goes_on_with_the_others() -> None:
+    ends = [list(range(64)), [1]]
+    for rank, found in enumerate(group_of(2).run(generated, ends)):
+        assert torch.equal(found, told(ends, rank))

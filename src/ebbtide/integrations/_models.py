@@ -71,6 +71,11 @@ def give_back(module: nn.Module) -> None:
             vars(child).pop(PREPARED, None)
 
 
+def mark_prepared(*objects: Any) -> None:
+    for one in objects:
+        setattr(one, PREPARED, True)
+
+
 def _thaw(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.requires_grad_(True)

@@ -1,15 +1,10 @@
-"""Every mark and private name of Hugging Face's Trainer and Accelerate that the adapter relies on, in one place.
+"""Every mark and private name of Hugging Face's Trainer that the adapter relies on, in one place.
 
 `tests/test_integrations_contract.py` looks each of them up in the installed version, and says which one moved.
 """
 
 from __future__ import annotations
 
-import warnings
-from importlib.metadata import version
-from typing import Any
-
-from ebbtide.errors import UnsupportedError
 from ebbtide.integrations._models import PREPARED as PREPARED
 
 OLDEST, NEWEST = (5, 0), (5, 24)
@@ -36,24 +31,3 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 """Names of `optim` that stand for a rule of the engine's."""
 GPUS = "_n_gpu"
 """Of TrainingArguments: how many GPUs one process would split its batches over."""
-
-
-def require_version() -> None:
-    """Refuses a transformers that is too old, and warns of one that this adapter was not tested with."""
-    installed = version("transformers")
-    found = tuple(int(part) for part in installed.split(".")[:2])
-    if found < OLDEST:
-        raise UnsupportedError(
-            f"ebbtide.integrations.transformers: expected transformers {OLDEST[0]}.{OLDEST[1]} or newer, found "
-            f"{installed}: pip install -U transformers"
-        )
-    if found > NEWEST:
-        warnings.warn(
-            f"transformers {installed} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that ebbtide was tested with",
-            stacklevel=3,
-        )
-
-
-def mark_prepared(*objects: Any) -> None:
-    for one in objects:
-        setattr(one, PREPARED, True)

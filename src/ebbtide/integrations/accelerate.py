@@ -25,8 +25,11 @@ from torch import nn
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
-from ebbtide.integrations import _transformers as private
-from ebbtide.integrations._models import FirstCall, give_back, holder, take
+from ebbtide.integrations import _accelerate as private
+from ebbtide.integrations._models import FirstCall, give_back, holder, mark_prepared, take
+from ebbtide.integrations._versions import require
+
+require("accelerate", private.OLDEST, private.NEWEST)
 
 REFUSED = {
     "deepspeed_plugin": "ebbtide takes DeepSpeed's place: leave it out",
@@ -82,11 +85,19 @@ class Accelerator(accelerate.Accelerator):
             if not isinstance(optimizer, _Steps):
                 engine = self._take(self._of(optimizer, modules), optimizer)
                 made[id(optimizer)] = _Steps(engine.optimizer, device_placement=False)
-                private.mark_prepared(made[id(optimizer)])
+                mark_prepared(made[id(optimizer)])
         for module in modules:
             if not getattr(module, private.PREPARED, False) or holder(module) not in (None, *self.engines):
                 self._await(module)
         return super().prepare(*(made.get(id(one), one) for one in args), device_placement=device_placement)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Stock would move a model to the device, and on several ranks wrap it."""
+        if not getattr(model, private.PREPARED, False):
+            return super().prepare_model(model, *args, **kwargs)
+        if not any(model is one for one in self._models):
+            self._models.append(model)
+        return model
 
     def _of(self, optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> nn.Module:
         """The module whose parameters the optimizer has: one of these, or one that was prepared before."""
@@ -104,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
         engine = take(module, self._settings, optimizer, frozen=optimizer is None)
         self.engines = [one for one in self.engines if not one.closed]
         self.engines.append(engine)
-        private.mark_prepared(module)
+        mark_prepared(module)
         return engine
 
     def _await(self, module: nn.Module) -> None:
@@ -113,7 +124,7 @@ class Accelerator(accelerate.Accelerator):
         if _is_trained(module):
             give_back(module)
             FirstCall(module, self._begin)
-            private.mark_prepared(module)
+            mark_prepared(module)
         else:
             self._take(module, None)
 
@@ -225,7 +236,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _latest(self) -> Path:
         """With automatic names."""
-        found = Path(self.project_dir) / "checkpoints"
+        found = Path(self.project_dir) / private.CHECKPOINTS
         return max(found.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
 
     @contextmanager

@@ -24,8 +24,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.integrations import _lightning as private
 from ebbtide.integrations._models import take
+from ebbtide.integrations._versions import require
 from ebbtide.run.launched import launched
+
+require("lightning", private.OLDEST, private.NEWEST)
 
 BESIDE = ".ebbtide"
 """After a checkpoint's file name: the folder with the engine's own state."""
@@ -84,7 +88,7 @@ class EbbtideStrategy(SingleDeviceStrategy):
         self._settings = settings
         self.engine: Engine | None = None
         self._resumed: Path | None = None
-        self._precision_plugin = EbbtidePrecision(self)
+        setattr(self, private.PLUGIN, EbbtidePrecision(self))
 
     @property
     def engine_there(self) -> Engine:
@@ -187,9 +191,9 @@ class EbbtideStrategy(SingleDeviceStrategy):
         super().remove_checkpoint(filepath)
         shutil.rmtree(_beside(filepath), ignore_errors=True)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._resumed = _beside(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resumed is not None and self._resumed.is_dir():

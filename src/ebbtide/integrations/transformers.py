@@ -24,13 +24,14 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations import _transformers as private
-from ebbtide.integrations._models import give_back, holder, take
+from ebbtide.integrations._models import give_back, holder, mark_prepared, take
+from ebbtide.integrations._versions import require
 from ebbtide.strict import read_file
 
 FOLDER = "ebbtide"
 """Of a checkpoint: where the engine's own state lies, beside the weights."""
 
-private.require_version()
+require("transformers", private.OLDEST, private.NEWEST)
 
 
 class MomentsAreInTheFolderEbbtide:
@@ -76,7 +77,7 @@ class Mixin(_Base):
         """In place of Accelerator.prepare_model: the model is in an engine, and so is a frozen reference beside it."""
         if model is not self.model and not getattr(model, private.PREPARED, False):
             self.references.append(take(model.eval(), self._settings, frozen=True))
-        private.mark_prepared(model)
+        mark_prepared(model)
         if model not in self.accelerator._models:
             self.accelerator._models.append(model)
         return model
@@ -111,7 +112,7 @@ class Mixin(_Base):
             self._dtypes = {name: value.dtype for name, value in module.state_dict(keep_vars=True).items()}
             self.engine = take(module, self._settings, made)
             self.optimizer = self.engine.optimizer
-        private.mark_prepared(module, self.optimizer)
+        mark_prepared(module, self.optimizer)
         return self.optimizer
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
@@ -137,7 +138,7 @@ class Mixin(_Base):
         """Also of `predict`. Without training before it, the engine is built now."""
         if self.engine is None or self.engine.closed or self.engine.module is not self.model:
             self.create_optimizer()
-        private.mark_prepared(self.model)
+        mark_prepared(self.model)
         return super().evaluation_loop(*args, **kwargs)
 
     # -- checkpoints ----------------------------------------------------------------------------------

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import trl
 
-from ebbtide.errors import UnsupportedError
+from ebbtide.errors import BudgetError, UnsupportedError
+from ebbtide.integrations import _trl as private
+from ebbtide.integrations._versions import require
 from ebbtide.integrations.transformers import Mixin
+
+require("trl", private.OLDEST, private.NEWEST)
 
 
 class TrlMixin(Mixin):
@@ -51,3 +56,35 @@ class DPOTrainer(TrlMixin, trl.DPOTrainer):
         if self.engine is None and self.ref_model is None:
             self.create_optimizer()
         return super()._precompute_ref_logps(*args, **kwargs)
+
+
+class GRPOTrainer(TrlMixin, trl.GRPOTrainer):
+    """trl.GRPOTrainer, likewise. It generates with all weights on the device where those have room beside what is
+    computed; else, and in the least budget, chunks come and go for each token."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self._stays = self._settings.device.memory != "least"
+        """Whether weights may stay on the device for the next generation."""
+        if getattr(self.args, "use_vllm", False):
+            raise UnsupportedError(
+                "GRPOConfig(use_vllm): vLLM would have a second copy of the weights on the device, outside the budgets. "
+                "Leave it out: the model generates by itself, within them"
+            )
+        super().create_accelerator_and_postprocess()
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is None:
+            self.create_optimizer()
+        assert self.engine is not None
+        if (
+            self._stays and self.accelerator.num_processes == 1
+        ):  # several ranks go from token to token together
+            drawn = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+            try:
+                with self.engine.resident():
+                    return super()._generate_single_turn(*args, **kwargs)
+            except BudgetError:
+                self._stays = False
+                torch.set_rng_state(drawn[0])
+                torch.cuda.set_rng_state_all(drawn[1])
+        return super()._generate_single_turn(*args, **kwargs)

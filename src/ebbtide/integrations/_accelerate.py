@@ -1,0 +1,28 @@
+"""Every mark and private name of Accelerate that the adapter relies on, in one place.
+
+`tests/test_integrations_contract.py` looks each of them up in the installed version, and says which one moved.
+"""
+
+from __future__ import annotations
+
+from ebbtide.integrations._models import PREPARED as PREPARED
+
+OLDEST, NEWEST = (1, 12), (1, 15)
+"""Versions of accelerate that are known to work."""
+
+OVERRIDDEN = (
+    "prepare",
+    "prepare_model",
+    "backward",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_state_dict",
+    "save_state",
+    "load_state",
+    "free_memory",
+)
+"""Methods of Accelerator that the adapter replaces."""
+MODELS, OPTIMIZERS = "_models", "_optimizers"
+"""Lists of what was prepared; `save_state` and `load_state` go through them."""
+CHECKPOINTS = "checkpoints"
+"""Below `project_dir`: where states with automatic names are saved, each as a name, an underscore and a number."""

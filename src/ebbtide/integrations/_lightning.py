@@ -1,0 +1,32 @@
+"""Every private name of Lightning that the strategy relies on, in one place, and the methods that it replaces.
+
+`tests/test_integrations_contract.py` looks each of them up in the installed version, and says which one moved.
+"""
+
+from __future__ import annotations
+
+OLDEST, NEWEST = (2, 5), (2, 6)
+"""Versions of lightning that are known to work."""
+
+OVERRIDDEN = (
+    "model_to_device",
+    "setup",
+    "teardown",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "restore_checkpoint_after_setup",
+    "lightning_restore_optimizer",
+    "lightning_module_state_dict",
+    "optimizer_state",
+    "save_checkpoint",
+    "remove_checkpoint",
+    "load_checkpoint",
+    "load_model_state_dict",
+)
+"""Of SingleDeviceStrategy."""
+PRECISION = ("backward", "optimizer_step", "clip_grad_by_norm", "clip_grad_by_value", "_wrap_closure")
+"""Of the plugin: what is replaced, and what is called."""
+PLUGIN = "_precision_plugin"
+"""Of a strategy: where its plugin is."""
