@@ -216,6 +216,7 @@ def test_on_two_ranks_it_trains_as_stock_does() -> None:
 
 def test_fp16_scales_its_own_losses() -> None:
     ours = prepared(Accelerator, mixed_precision="fp16")
+    ours[0].prepare(build(1))  # never called, so no loss comes from it
     assert ours[0].scaler is None and ours[0].engines[0].config.precision == "fp16"
     epoch(*ours)
     assert ours[0].engines[0].loss_scale > 1 and not ours[0].optimizer_step_was_skipped
@@ -233,6 +234,10 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     model = build()
     with pytest.raises(ConfigError, match="module first, or both at once"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    halves = list(model.parameters())
+    with pytest.raises(UnsupportedError, match="several optimizers"):
+        accelerator.prepare(model, torch.optim.AdamW(halves[:2]), torch.optim.AdamW(halves[2:]))
+    accelerator.free_memory()
     accelerator, model, *_ = prepared(Accelerator)
     with pytest.raises(UnsupportedError, match="norm_type"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from ebbtide.cli.options import SIZE, at_least, configure, one_of
+from ebbtide.collecting import collecting_nothing
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
@@ -95,7 +94,7 @@ def plan(
     described = _budgets(Machine.read(machine), device_memory, host_memory, ssd_memory)
     machines = [described.with_devices(count) for count in _counts(gpus)] or [described]
     look_up(model)
-    with _collecting_nothing():
+    with collecting_nothing():
         from ebbtide.forecaster import Forecaster, Workload  # torch, from here on
 
         work = Workload(batch, seq, checkpoint_activations, offload_activations)
@@ -108,19 +107,6 @@ def plan(
             for name in strategies
         ]
     _show(rows, several, report, json)
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """What is imported and traced stays until the answer is there; to look through it again and again takes a quarter of
-    the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _answer(

@@ -98,8 +98,8 @@ class FirstCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        self.none_of(module)
         self._begin(module)
+        self.none_of(module)
         return module(*args, **kwargs)
 
     @classmethod

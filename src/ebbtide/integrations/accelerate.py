@@ -81,9 +81,16 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         modules = [one for one in args if isinstance(one, nn.Module)]
         made: dict[int, Any] = {}
+        taken: list[nn.Module] = []
         for optimizer in (one for one in args if isinstance(one, torch.optim.Optimizer)):
             if not isinstance(optimizer, _Steps):
-                engine = self._take(self._of(optimizer, modules), optimizer)
+                module = self._of(optimizer, modules)
+                if any(module is one for one in taken):
+                    raise UnsupportedError(
+                        "prepare: several optimizers of one model: the engine has one, with param_groups"
+                    )
+                taken.append(module)
+                engine = self._take(module, optimizer)
                 made[id(optimizer)] = _Steps(engine.optimizer, device_placement=False)
                 mark_prepared(made[id(optimizer)])
         for module in modules:
@@ -175,7 +182,8 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         scaled = loss / self.gradient_accumulation_steps
         trained = [engine for engine in self.engines if _is_trained(engine.module)]
-        if len(trained) == 1 and not any(_is_trained(model) for model in self._outside()):
+        called = (model for model in self._outside() if not FirstCall.awaited(model))
+        if len(trained) == 1 and not any(map(_is_trained, called)):
             trained[0].backward(scaled, **kwargs)
         else:
             scaled.backward(**kwargs)  # the outputs that it comes from say which of them

@@ -214,7 +214,8 @@ class Homes:
         return before - self._on_device()
 
     def make_way(self, short: int) -> None:
-        """State leaves for something that `short` bytes are missing for, with no state beside it."""
+        """State leaves until what it holds is room that something else can do without. `short`: bytes that the device is
+        too small by for that, no state counted; negative where it is larger."""
         self.give_up(self._on_device() + short)
 
     def _to_come(self) -> int:

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from ebbtide.collecting import collecting_nothing
 from ebbtide.disk.vectors import view
 from ebbtide.errors import ConfigError, IntegrityError, nearest
 from ebbtide.run.model import dense
@@ -87,6 +88,7 @@ def _state_of(rank: int) -> str:
     return f"{STATE}/{rank}"
 
 
+@collecting_nothing()
 def read(
     session: Session, folder: Path, check: Callable[[Mapping[str, Any]], None], weights_alone: bool = False
 ) -> tuple[dict[str, Any], Any]:

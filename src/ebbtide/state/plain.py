@@ -15,10 +15,21 @@ LARGEST = 1 << 62
 class Plain:
     """A value, and where it is from."""
 
-    __slots__ = ("place", "value")
+    __slots__ = ("_at", "_within", "value")
 
-    def __init__(self, value: Any, place: str) -> None:
-        self.value, self.place = value, place
+    def __init__(self, value: Any, within: Plain | str, at: str | int = "") -> None:
+        """`within`: the place as text, or the value that has this one at `at`."""
+        self.value, self._within, self._at = value, within, at
+
+    @property
+    def place(self) -> str:
+        if isinstance(self._within, str):
+            return self._within
+        return (
+            f"{self._within.place}[{self._at}]"
+            if isinstance(self._at, int)
+            else f"{self._within.place}: {self._at}"
+        )
 
     @classmethod
     def parse(cls, content: bytes, place: str) -> Plain:
@@ -38,7 +49,7 @@ class Plain:
     def items(self) -> dict[str, Plain]:
         if not isinstance(self.value, dict):
             self.wrong("names with values")
-        return {key: Plain(one, f"{self.place}: {key}") for key, one in self.value.items()}
+        return {key: Plain(one, self, key) for key, one in self.value.items()}
 
     def fields(self, *names: str, others: tuple[str, ...] = ()) -> list[Plain]:
         """Those of a mapping that has all of these, and at most `others` beside."""
@@ -52,7 +63,7 @@ class Plain:
     def entries(self, count: int | None = None) -> list[Plain]:
         if not isinstance(self.value, list) or (count is not None and len(self.value) != count):
             self.wrong("a list" if count is None else f"a list of {count}")
-        return [Plain(one, f"{self.place}[{place}]") for place, one in enumerate(self.value)]
+        return [Plain(one, self, place) for place, one in enumerate(self.value)]
 
     def text(self) -> str:
         if not isinstance(self.value, str) or not _encodes(self.value):
