@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainingArguments
 from transformers import Trainer as Stock
 
 import ebbtide
@@ -83,11 +84,18 @@ def tight() -> dict[str, Any]:
     return {"device": {"kind": "cpu", "memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "32KiB"}
 
 
-def trained(kind: Any, folder: Path, resume: Any = None, rows: int = 30, **more: Any) -> Any:
+def trained(
+    kind: Any, folder: Path, resume: Any = None, rows: int = 30, callbacks: Any = None, **more: Any
+) -> Any:
     """Thirty rows are eight batches: windows of three, three and two."""
     own = {"ebbtide": tight()} if issubclass(kind, Mixin) else {}
     trainer = kind(
-        build(), arguments(folder, **more), train_dataset=Rows(rows), eval_dataset=Rows(10, 1000), **own
+        build(),
+        arguments(folder, **more),
+        train_dataset=Rows(rows),
+        eval_dataset=Rows(10, 1000),
+        callbacks=callbacks,
+        **own,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -124,6 +132,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {},
     "never clipped": {"max_grad_norm": 0.0},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
+    "noisy embeddings": {"neftune_noise_alpha": 5.0},
     "smoothed": {"label_smoothing_factor": 0.1},
     "checkpointing": {"gradient_checkpointing": True},
     "one by one": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
@@ -139,6 +148,31 @@ def test_it_trains_as_stock_does(name: str, stock: Callable[..., Any], tmp_path:
     assert found["peak_bytes"]["device"] <= tight()["device"]["memory"]
     assert found["moved_bytes"]["host_to_device"] > 0
     ours.engine.close()
+
+
+def test_fp16_scales_its_own_losses(tmp_path: Path) -> None:
+    ours = trained(Trainer, tmp_path, fp16=True)
+    assert ours.engine.config.precision == "fp16" and ours.engine.loss_scale > 1
+    assert ours.accelerator.scaler is None
+    assert all(math.isfinite(entry["loss"]) for entry in ours.state.log_history if "loss" in entry)
+    same(
+        weights_of(ours), {key: value.float() for key, value in weights_of(ours).items()}
+    )  # masters are fp32
+    ours.engine.close()
+
+
+def test_it_stops_early_where_stock_does(tmp_path: Path) -> None:
+    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 1.0}
+    found = []
+    for kind in (Trainer, Stock):
+        stopping = [EarlyStoppingCallback(early_stopping_patience=1)]
+        found.append(trained(kind, tmp_path / kind.__module__, callbacks=stopping, **more, **best))
+    assert found[0].state.global_step == found[1].state.global_step < found[1].state.max_steps
+    assert found[0].state.best_model_checkpoint.endswith(
+        found[1].state.best_model_checkpoint.rpartition("/")[2]
+    )
+    found[0].engine.close()
 
 
 # -- checkpoints --------------------------------------------------------------------------------------
