@@ -108,7 +108,7 @@ class FirstCall:
 
     @classmethod
     def none_of(cls, module: nn.Module) -> None:
-        """Nobody waits for the module's first call any more."""
+        """The module's first call is one like any other from now on."""
         waiting = cls._waiting.pop(module, None)
         if waiting is not None:
             module._compiled_call_impl = waiting._compiled

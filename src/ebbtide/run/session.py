@@ -121,9 +121,7 @@ class Session(Machinery):
             with self.data.in_pass(), self.interceptor.scope():
                 yield
             if not self.places.all_reside():
-                self.meet(
-                    EVALUATED, self.micro
-                )  # nobody leaves others alone with what they have yet to gather
+                self.meet(EVALUATED, self.micro)  # a rank that is done serves those that still gather
         except BaseException:
             if self.idle:
                 self.executor.let_go()
