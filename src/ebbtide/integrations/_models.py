@@ -48,7 +48,6 @@ def take(
 ) -> Engine:
     """An engine for the module, which another adapter may have until now. A frozen one has no moments."""
     give_back(module)
-    FirstCall.none_of(module)
     thawed = [one for one in module.parameters() if frozen and one.requires_grad]
     try:
         for parameter in thawed:
@@ -64,6 +63,7 @@ def take(
 def give_back(module: nn.Module) -> None:
     """If an adapter has the module, or a part of it, that is an ordinary one from now on."""
     for child in module.modules():
+        FirstCall.none_of(child)
         engine = holder(child)
         if engine is not None:
             engine.release()

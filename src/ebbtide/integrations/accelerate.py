@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
         """Stock would move a model to the device, and on several ranks wrap it."""
         if not getattr(model, private.PREPARED, False):
             return super().prepare_model(model, *args, **kwargs)
-        if not any(model is one for one in self._models):
+        if model not in self._models:
             self._models.append(model)
         return model
 
@@ -172,7 +172,6 @@ class Accelerator(accelerate.Accelerator):
         """Models keep their weights, in RAM."""
         for module in self._models:
             give_back(module)
-            FirstCall.none_of(module)
             vars(module).pop(private.PREPARED, None)
         self.engines = []
         return super().free_memory(*objects)

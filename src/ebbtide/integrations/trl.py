@@ -76,9 +76,8 @@ class GRPOTrainer(TrlMixin, trl.GRPOTrainer):
         if self.engine is None:
             self.create_optimizer()
         assert self.engine is not None
-        if (
-            self._stays and self.accelerator.num_processes == 1
-        ):  # several ranks go from token to token together
+        alone = self.accelerator.num_processes == 1  # several ranks go from token to token together
+        if alone and self._stays:
             drawn = torch.get_rng_state(), torch.cuda.get_rng_state_all()
             try:
                 with self.engine.resident():

@@ -120,7 +120,7 @@ class Session(Machinery):
                     self._make_room(call)
             with self.data.in_pass(), self.interceptor.scope():
                 yield
-            if not self.places.all_reside():
+            if self.sharing is not None and not self.places.all_reside():
                 self.meet(EVALUATED, self.micro)  # a rank that is done serves those that still gather
         except BaseException:
             if self.idle:

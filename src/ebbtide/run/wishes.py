@@ -62,7 +62,7 @@ def judge(mine: Wish, wishes: Sequence[Wish]) -> tuple[int, int] | None:
     if gathers:
         return GATHER, gathers[0][1]
     deeds = {one.deed for one in wishes}
-    for left in (FORWARD, EVALUATED):  # somebody ran forward twice, or evaluates more than others
+    for left in (FORWARD, EVALUATED):  # a rank ran forward twice, or evaluates more often than others
         if left in deeds and len(deeds) > 1:
             return mine.what if mine.deed == left else (left, -1)
     waits = REDUCE in deeds and deeds <= {REDUCE, TOKENS, END}
