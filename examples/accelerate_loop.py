@@ -31,11 +31,8 @@ def main() -> None:
         cpu=given.cpu, mixed_precision=given.mixed_precision, gradient_accumulation_steps=2,
         ebbtide={"device": {"memory": given.device_memory}},
     )  # fmt: skip
-    model = (
-        AutoModelForCausalLM.from_pretrained(given.model)
-        if given.model
-        else GPT2LMHeadModel(GPT2Config(**SMALL))
-    )
+    small = GPT2LMHeadModel(GPT2Config(**SMALL))
+    model = AutoModelForCausalLM.from_pretrained(given.model) if given.model else small
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     loader = DataLoader(text[: len(text) // 64 * 64].view(-1, 64), batch_size=4, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -19,9 +19,7 @@ from ebbtide.models import find_model
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--model", default="gpt2-tiny", help="a preset, gpt-10b, or a folder with a config.json"
-    )
+    parser.add_argument("--model", default="gpt2-tiny", help="a preset, or a folder with a config.json")
     parser.add_argument("--device-memory", default="least")
     parser.add_argument("--host-memory", default="40MB")
     parser.add_argument("--ssd-memory", default="200MB")

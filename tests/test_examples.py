@@ -41,7 +41,7 @@ def example(name: str, folder: Path, *flags: str, launcher: list[str] = ALONE) -
 LOOPS = {
     "plain_loop": ("--device", "cpu"),
     "accelerate_loop": ("--cpu",),
-    "lightning_module": ("--device", "cpu"),
+    "lightning_module": ("--accelerator", "cpu"),
     "pretrain_with_ssd": ("--device", "cpu"),
     "mixture_of_experts": ("--device", "cpu"),
     "generate_and_train": ("--device", "cpu"),
@@ -75,6 +75,17 @@ def test_accelerate_on_ranks_and_by_its_launcher(tmp_path: Path) -> None:
         assert shards == [f"rank-{rank:05}.bin" for rank in range(ranks)]
 
 
+def test_lightning_on_ranks_and_as_it_starts_them_itself(tmp_path: Path) -> None:
+    flags = ["--accelerator", "cpu", "--devices", "2", "--device-memory", "8MB"]
+    losses = []
+    for place, launcher in enumerate((TORCHRUN, ALONE)):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        said = example("lightning_module", folder, *flags, launcher=launcher)
+        losses += [line for line in said.splitlines() if line.startswith("loss ")]
+    assert len(losses) == 2 and losses[0] == losses[1]
+
+
 def test_a_trainer(tmp_path: Path) -> None:
     flags = ["--cpu", "--steps", "2", "--length", "16", "--out", str(tmp_path / "out")]
     assert "saved in" in example("finetune_with_trainer", tmp_path, *flags)
@@ -106,4 +117,4 @@ def test_each_fits_a_screen_and_says_its_flags() -> None:
         text = path.read_text()
         assert f"examples/{path.name}" in text.split('"""')[1], path
         if path.name != "plan_a_plain_loop.py":
-            assert text.count("\n") <= 60, path
+            assert text.count("\n") < 60, path

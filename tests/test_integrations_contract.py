@@ -14,11 +14,13 @@ import torch
 import transformers
 import trl
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy, launchers
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from ebbtide.errors import UnsupportedError
 from ebbtide.integrations import _accelerate, _lightning, _trl, _versions
 from ebbtide.integrations import _transformers as private
+from ebbtide.integrations._lightning_ranks import Ranks
 from ebbtide.integrations._models import mark_prepared
 from ebbtide.integrations.accelerate import Accelerator as EbbtideAccelerator
 from ebbtide.integrations.lightning import EbbtideStrategy
@@ -104,10 +106,15 @@ def test_automatic_names_of_states_end_in_a_number(tmp_path: Path) -> None:
 
 
 def test_lightning_has_what_the_strategy_replaces_and_calls() -> None:
-    assert replaced(EbbtideStrategy, SingleDeviceStrategy) == {*_lightning.OVERRIDDEN, "strategy_name"}
+    known = set(_lightning.OVERRIDDEN)
+    assert replaced(EbbtideStrategy, ParallelStrategy) | replaced(Ranks, ParallelStrategy) == known
     for name in _lightning.PRECISION:
         assert callable(getattr(Precision, name, None)), f"Precision.{name} is gone"
-    assert hasattr(SingleDeviceStrategy(), _lightning.PLUGIN)
+    assert hasattr(launchers, _lightning.LAUNCHER)
+    source = inspect.getsource(_AcceleratorConnector)
+    for name in _lightning.SET:
+        assert f'hasattr(self.strategy, "{name}")' in source, f"the Trainer does not look for {name}"
+    assert f"self.{_lightning.PLUGIN}" in inspect.getsource(Strategy)
 
 
 def test_trl_has_what_is_replaced_and_looked_at(tmp_path: Path) -> None:

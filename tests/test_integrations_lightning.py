@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations.lightning import EbbtideStrategy
+from group import group_of
 from test_integrations_transformers import Rows, build, same, tight
 
 warnings.filterwarnings("ignore", module="lightning")
@@ -128,10 +129,16 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
         fitted(tmp_path, True, gradient_clip_algorithm="value")
 
 
-def test_several_processes_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_devices_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UnsupportedError, match="expected one process, found WORLD_SIZE = 2"):
-        fitted(tmp_path, True)
+    with pytest.raises(ConfigError, match="2 processes were started, as WORLD_SIZE says"):
+        trainer_of(tmp_path, True)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigError, match=r"device\.kind is 'cuda', the Trainer has chosen 'cpu'"):
+        strategy = EbbtideStrategy({"device": {"kind": "cuda", "memory": "1GB"}})
+        trainer_of(tmp_path, True, strategy=strategy).fit(Learner(), loader(8))
 
 
 def test_the_next_trainer_takes_the_module_as_in_stock(tmp_path: Path) -> None:
@@ -145,6 +152,75 @@ def test_the_next_trainer_takes_the_module_as_in_stock(tmp_path: Path) -> None:
     assert found[0][1].strategy.engine.closed
     module = found[0][2].strategy.engine.release()
     assert all(type(one) is torch.nn.Parameter for one in module.parameters())
+
+
+# -- several ranks ------------------------------------------------------------------------------------
+
+
+class Told(Learner):
+    """Ranks tell each other within their steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_all", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.model(**batch).loss
+        self.log("val_all", loss, sync_dist=True)
+        self.log("val_most", self.all_gather(loss).max(), sync_dist=True, reduce_fx="max")
+
+
+def on_ranks(
+    folder: str, ours: bool, resume: str | None
+) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor], list[Any]]:
+    """What torchrun would start, or Lightning by itself."""
+    rank = torch.distributed.get_rank()
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29513,
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in told.items():
+            patched.setenv(name, str(value))
+        keeps = ModelCheckpoint(
+            dirpath=Path(folder) / "kept", filename="{epoch}", save_top_k=2, monitor="epoch"
+        )
+        own = {} if ours else {"strategy": "ddp"}
+        learner = Told()
+        trainer = trainer_of(Path(folder), ours, devices=2, callbacks=[keeps], **own)
+        trainer.fit(learner, loader(30), [loader(8, 1000), loader(8, 2000)], ckpt_path=resume)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        predicted = trainer.predict(learner, loader(9, 3000))  # two batches of one rank, one of the other
+        state = trainer.strategy.engine.state_dict() if ours else learner.state_dict()
+        weights = {name: value.clone() for name, value in state.items()}
+        if ours:
+            trainer.strategy.close()
+    assert len(predicted) == 2 - rank
+    return learner.seen, metrics, weights, predicted
+
+
+def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(tmp_path: Path) -> None:
+    group = group_of(2)
+    whole, stock = (group.run(on_ranks, str(tmp_path / str(ours)), ours, None) for ours in (True, False))
+    for (seen, metrics, weights, predicted), expected in zip(whole, stock, strict=True):
+        assert seen == pytest.approx(expected[0], rel=1e-5)
+        assert metrics == pytest.approx(expected[1], rel=1e-5)
+        for key, value in expected[2].items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5)
+        assert all(map(torch.equal, predicted, expected[3])) and len(predicted) == len(expected[3])
+    names = sorted(path.name for path in (tmp_path / "True" / "kept").iterdir())
+    assert names == [f"epoch={epoch}.ckpt{end}" for epoch in (0, 1) for end in ("", ".ebbtide")]
+    middle = str(tmp_path / "True" / "kept" / "epoch=0.ckpt")
+    again = group.run(on_ranks, str(tmp_path / "again"), True, middle)
+    for later, first in zip(again, whole, strict=True):
+        same(later[2], first[2])
+        assert later[0] == first[0][len(first[0]) // 2 :]
+    plain = Learner.load_from_checkpoint(tmp_path / "True" / "kept" / "epoch=1.ckpt")
+    same(dict(plain.state_dict()), whole[0][2])
 
 
 class ByHand(Learner):

@@ -5,10 +5,20 @@
 
 from __future__ import annotations
 
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as Launcher
+
 OLDEST, NEWEST = (2, 5), (2, 6)
 """Versions of lightning that are known to work."""
 
 OVERRIDDEN = (
+    "root_device",
+    "distributed_sampler_kwargs",
+    "_configure_launcher",
+    "setup_environment",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "all_gather",
     "model_to_device",
     "setup",
     "teardown",
@@ -16,6 +26,7 @@ OVERRIDDEN = (
     "validation_step",
     "test_step",
     "predict_step",
+    "on_predict_end",
     "restore_checkpoint_after_setup",
     "lightning_restore_optimizer",
     "lightning_module_state_dict",
@@ -25,8 +36,12 @@ OVERRIDDEN = (
     "load_checkpoint",
     "load_model_state_dict",
 )
-"""Of SingleDeviceStrategy."""
+"""Of ParallelStrategy."""
+SET = ("num_nodes", "set_world_ranks", "_layer_sync")
+"""Of a strategy: what the Trainer sets or calls where a strategy has it."""
 PRECISION = ("backward", "optimizer_step", "clip_grad_by_norm", "clip_grad_by_value", "_wrap_closure")
 """Of the plugin: what is replaced, and what is called."""
+LAUNCHER = Launcher.__name__
+"""Starts a script once for each further device."""
 PLUGIN = "_precision_plugin"
 """Of a strategy: where its plugin is."""

@@ -4,9 +4,9 @@
 
     trainer = Trainer(strategy=EbbtideStrategy({"device": {"memory": "20GB"}}), gradient_clip_val=1.0)
 
-One device, one optimizer (torch.optim.AdamW or Adam). `training_step` and the other steps are the passes; with manual
-optimization a call of the module, `self(batch)`, is one. A checkpoint is Lightning's file, for `load_from_checkpoint`
-anywhere, and a folder beside it with the rest.
+One optimizer (torch.optim.AdamW or Adam). `training_step` and the other steps are the passes; with manual optimization a
+call of the module, `self(batch)`, is one. A checkpoint is Lightning's file, for `load_from_checkpoint` anywhere, and a
+folder beside it with the rest. With several devices, or under torchrun, ranks share the chunks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _lightning as private
+from ebbtide.integrations._lightning_ranks import Ranks
 from ebbtide.integrations._models import take
 from ebbtide.integrations._versions import require
-from ebbtide.run.launched import launched
 
 require("lightning", private.OLDEST, private.NEWEST)
 
@@ -68,7 +67,7 @@ class EbbtidePrecision(Precision):
         )
 
 
-class EbbtideStrategy(SingleDeviceStrategy):
+class EbbtideStrategy(Ranks):
     """`config`: the engine's settings, as `ebbtide.initialize` takes them; precision is fp32 unless it names another."""
 
     strategy_name = "ebbtide"
@@ -81,13 +80,12 @@ class EbbtideStrategy(SingleDeviceStrategy):
             raise ConfigError(
                 "EbbtideStrategy: accumulate and clip are the Trainer's, accumulate_grad_batches and gradient_clip_val"
             )
-        kind = settings.device.kind
-        if kind == "auto":
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(torch.device(kind, 0) if kind == "cuda" else kind, **kwargs)
+        super().__init__(**kwargs)
         self._settings = settings
         self.engine: Engine | None = None
         self._resumed: Path | None = None
+        self._predicted: tuple[Any, ...] = ()
+        """What the last predict_step was given, on several ranks."""
         setattr(self, private.PLUGIN, EbbtidePrecision(self))
 
     @property
@@ -113,11 +111,9 @@ class EbbtideStrategy(SingleDeviceStrategy):
             raise UnsupportedError(
                 "StochasticWeightAveraging copies weights that may be away: leave it out, and take engine.ema(decay)"
             )
-        if launched()[0] > 1:
+        if self._layer_sync is not None:
             raise UnsupportedError(
-                f"EbbtideStrategy: expected one process, found WORLD_SIZE = {launched()[0]}: Lightning would give "
-                "all of them the same batches. For several ranks there are Trainer and Accelerator in "
-                "ebbtide.integrations, or a loop of your own"
+                "Trainer(sync_batchnorm=True): ranks would talk in the midst of a pass that is imagined: leave it out"
             )
         super().setup(trainer)
         if self.engine is not None and self.engine.module is module and not self.engine.closed:
@@ -131,15 +127,27 @@ class EbbtideStrategy(SingleDeviceStrategy):
         if not any(parameter.numel() for parameter in module.parameters()):
             return  # there is nothing to manage
         given = self.optimizers[0] if self.optimizers else None
-        self.engine = take(module, self._settings, given)
+        self.engine = take(module, self._settings_here(), given)
         if given is not None:
             self.optimizers = [self.engine.optimizer]
+
+    def _settings_here(self) -> Config:
+        """The Trainer chooses the devices."""
+        asked, found = self._settings.device.kind, self.root_device.type
+        if asked not in ("auto", found):
+            raise ConfigError(
+                f"EbbtideStrategy: ebbtide's device.kind is {asked!r}, the Trainer has chosen {found!r}: say "
+                f"Trainer(accelerator={asked!r})"
+            )
+        return self._settings.with_({"device.kind": found})
 
     def teardown(self) -> None:
         """The module stays in its engine, for whatever is done with it next."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
         self.checkpoint_io.teardown()
 
     # -- passes ---------------------------------------------------------------------------------------
@@ -163,7 +171,20 @@ class EbbtideStrategy(SingleDeviceStrategy):
         return self._step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """No batch is repeated here, so that ranks may have one more or less; the others go through it, too."""
+        if self.is_distributed:
+            self._predicted = args
+            self.reduce_boolean_decision(True)
         return self._step("predict_step", *args, **kwargs)
+
+    def on_predict_end(self) -> None:
+        while self.is_distributed and self.reduce_boolean_decision(False, all=False):
+            if not self._predicted:
+                raise StateError(
+                    "predict: this rank has no batch, another has one: give each rank one, or use one device"
+                )
+            self._step("predict_step", *self._predicted)
+        self._predicted = ()
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
@@ -189,7 +210,8 @@ class EbbtideStrategy(SingleDeviceStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        shutil.rmtree(_beside(filepath), ignore_errors=True)
+        if self.is_global_zero:
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._resumed = _beside(checkpoint_path)
