@@ -15,7 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -60,6 +61,23 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+@contextmanager
+def as_torchrun_says() -> Iterator[int]:
+    """The environment of a rank of a group is as if torchrun had started it. Gives its number."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in said.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})  # not asked: the group has joined
+    try:
+        yield rank
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Group:

@@ -12,8 +12,11 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.integrations import _accelerate as private
 from ebbtide.integrations.accelerate import Accelerator
-from group import group_of
+from group import as_torchrun_says, group_of
+from sampling import some
+from test_integrations_peft import adapted
 from test_integrations_transformers import Rows, build, same, tight
 
 
@@ -23,25 +26,21 @@ def fresh() -> None:
     GradientState._reset_state()
 
 
-def prepared(kind: Any, **more: Any) -> tuple[Any, ...]:
+def prepared(kind: Any, lora: bool = False, **more: Any) -> tuple[Any, ...]:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     own = {"ebbtide": tight()} if kind is Accelerator else {}
     accelerator = kind(cpu=True, gradient_accumulation_steps=3, **more, **own)
-    model = build()
+    model = adapted("lora") if lora else build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
     loader = DataLoader(Rows(30), batch_size=4)  # eight batches: windows of three, three and two
     return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
 
 
-def epoch(
-    accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any, first: int = 0
-) -> list[Any]:
+def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> list[Any]:
     found: list[Any] = []
-    for number, batch in enumerate(loader):
-        if number < first:
-            continue
+    for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
@@ -55,8 +54,9 @@ def epoch(
     return found
 
 
-def test_the_loop_trains_as_stock_does() -> None:
-    ours, stock = prepared(Accelerator), prepared(accelerate.Accelerator)
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_loop_trains_as_stock_does(lora: bool) -> None:
+    ours, stock = prepared(Accelerator, lora), prepared(accelerate.Accelerator, lora)
     for _ in range(2):
         for mine, its in zip(epoch(*ours), epoch(*stock), strict=True):
             assert mine[0] == pytest.approx(its[0], rel=1e-6)
@@ -80,14 +80,15 @@ def test_the_loop_trains_as_stock_does() -> None:
     ours[0].free_memory()
 
 
-def test_what_is_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = prepared(Accelerator)
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_is_saved_goes_on_bit_for_bit(lora: bool, tmp_path: Path) -> None:
+    whole = prepared(Accelerator, lora)
     epoch(*whole)
     whole[0].save_state(str(tmp_path / "saved"))
     logs = epoch(*whole)
     expected = whole[0].get_state_dict(whole[1])
     whole[0].free_memory()
-    again = prepared(Accelerator)
+    again = prepared(Accelerator, lora)
     again[0].load_state(str(tmp_path / "saved"))
     assert epoch(*again) == logs
     same(again[0].get_state_dict(again[1]), expected)
@@ -183,35 +184,44 @@ def test_a_model_that_trains_without_an_optimizer_is_pytorchs_and_said_so(tmp_pa
         each.free_memory()
 
 
-def on_ranks(kind: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What `accelerate launch` would start."""
-    rank = torch.distributed.get_rank()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29512}.items():
-            patched.setenv(name, str(value))
-        ours = prepared(kind)
-        assert ours[0].num_processes == 2
-        found = [row for _ in range(2) for row in epoch(*ours)]
-        everywhere = ours[0].gather(torch.tensor([float(rank)]))
+def on_ranks(kind: Any, lora: bool, folder: str, resume: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What `accelerate launch` would start: two epochs, or the second of them from where the first was saved."""
+    with as_torchrun_says() as rank:
+        made = prepared(kind, lora)
+        assert made[0].num_processes == 2
+        found = []
+        if resume:
+            made[0].load_state(folder)
+        else:
+            found += epoch(*made)
+            made[0].save_state(folder)
+        found += epoch(*made)
+        everywhere = made[0].gather(torch.tensor([float(rank)]))
         assert everywhere.tolist() == [0.0, 1.0]
-        weights = {name: value.clone() for name, value in ours[0].get_state_dict(ours[1]).items()}
-        ours[0].free_memory()
+        weights = {name: value.clone() for name, value in made[0].get_state_dict(made[1]).items()}
+        made[0].free_memory()
         AcceleratorState._reset_state(reset_partial_state=True)
     return found, weights
 
 
-def test_on_two_ranks_it_trains_as_stock_does() -> None:
-    ours, stock = (group_of(2).run(on_ranks, kind) for kind in (Accelerator, accelerate.Accelerator))
+@pytest.mark.parametrize("lora", some([False, True], 1))
+def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(lora: bool, tmp_path: Path) -> None:
+    run, mine, its = group_of(2).run, str(tmp_path / "ours"), str(tmp_path / "stock")
+    ours = run(on_ranks, Accelerator, lora, mine, False)
+    stock = run(on_ranks, accelerate.Accelerator, lora, its, False)
     for (rows, weights), (expected, others) in zip(ours, stock, strict=True):
         assert len(rows) == len(expected) == 8  # four batches of each rank: a window of three and one of one
-        for mine, its in zip(rows, expected, strict=True):
-            assert mine[0] == pytest.approx(its[0], rel=1e-6)
-            assert (mine[1] is None) == (its[1] is None)
-            assert mine[1] is None or mine[1] == pytest.approx(its[1], rel=1e-4)
-            assert mine[2:] == its[2:]
+        for one, other in zip(rows, expected, strict=True):
+            assert one[0] == pytest.approx(other[0], rel=1e-6)
+            assert (one[1] is None) == (other[1] is None)
+            assert one[1] is None or one[1] == pytest.approx(other[1], rel=1e-4)
+            assert one[2:] == other[2:]
         for key, value in others.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5)
+    again = run(on_ranks, Accelerator, lora, mine, True)
+    for (rows, weights), (whole, expected) in zip(again, ours, strict=True):
+        assert rows == whole[4:]
+        same(weights, expected)
 
 
 def test_fp16_scales_its_own_losses() -> None:
@@ -223,11 +233,46 @@ def test_fp16_scales_its_own_losses() -> None:
     ours[0].free_memory()
 
 
+def test_precision_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepared_settings(Accelerator(cpu=True, ebbtide=tight())) == ("no", "fp32")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert prepared_settings(Accelerator(cpu=True, ebbtide=tight())) == ("bf16", "bf16")
+    with pytest.raises(ConfigError, match="accelerate launch says 'bf16'"):
+        Accelerator(cpu=True, ebbtide=tight() | {"precision": "fp16"})
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UnsupportedError, match="--mixed_precision fp8"):
+        Accelerator(cpu=True, ebbtide=tight())
+    asked = Accelerator(cpu=True, mixed_precision="no", ebbtide=tight() | {"precision": "fp16"})
+    assert prepared_settings(asked) == ("fp16", "fp16")
+
+
+def prepared_settings(accelerator: Accelerator) -> tuple[str, str]:
+    """What it says, and what an engine of its computes in."""
+    model = build()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    found = accelerator.mixed_precision, accelerator.engine_of(model).config.precision
+    accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in private.LAUNCHED])
+def test_a_launcher_that_asks_for_others_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "inductor" if "DYNAMO" in name else "true")
+    with pytest.raises(UnsupportedError, match=name):
+        Accelerator(cpu=True, ebbtide=tight())
+
+
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="fp8"):
         Accelerator(cpu=True, mixed_precision="fp8", ebbtide=tight())
     with pytest.raises(UnsupportedError, match="fsdp_plugin"):
         Accelerator(cpu=True, fsdp_plugin=object(), ebbtide=tight())
+    with pytest.raises(ConfigError, match="leave one out"):
+        Accelerator(cpu=True, mixed_precision="fp16", ebbtide=tight() | {"precision": "bf16"})
+    placed = build()
+    placed.is_loaded_in_8bit = True
+    with pytest.raises(UnsupportedError, match="is quantized"):
+        Accelerator(cpu=True, ebbtide=tight()).prepare(placed)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         Accelerator(cpu=True, ebbtide=tight() | {"accumulate": 2})
     accelerator = Accelerator(cpu=True, ebbtide=tight())

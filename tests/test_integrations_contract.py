@@ -14,7 +14,7 @@ import torch
 import transformers
 import trl
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy, launchers
+from lightning.pytorch.strategies import ParallelStrategy, launchers
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from ebbtide.errors import UnsupportedError
@@ -93,6 +93,9 @@ def replaced(ours: type, stock: type) -> set[str]:
 def test_accelerator_has_what_the_adapter_replaces_and_reads() -> None:
     assert replaced(EbbtideAccelerator, accelerate.Accelerator) == set(_accelerate.OVERRIDDEN)
     stock = accelerate.Accelerator(cpu=True)
+    source = inspect.getsource(accelerate.utils.launch)
+    for name in (_accelerate.PRECISION, *(name for name, *_ in _accelerate.LAUNCHED)):
+        assert f'"{name}"' in source, f"accelerate launch does not set {name}"
     for name in (_accelerate.MODELS, _accelerate.OPTIMIZERS):
         assert isinstance(getattr(stock, name), list), f"Accelerator.{name} is gone"
 
@@ -114,7 +117,6 @@ def test_lightning_has_what_the_strategy_replaces_and_calls() -> None:
     source = inspect.getsource(_AcceleratorConnector)
     for name in _lightning.SET:
         assert f'hasattr(self.strategy, "{name}")' in source, f"the Trainer does not look for {name}"
-    assert f"self.{_lightning.PLUGIN}" in inspect.getsource(Strategy)
 
 
 def test_trl_has_what_is_replaced_and_looked_at(tmp_path: Path) -> None:

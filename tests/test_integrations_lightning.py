@@ -14,17 +14,21 @@ from torch.utils.data import DataLoader
 
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations.lightning import EbbtideStrategy
-from group import group_of
+from group import as_torchrun_says, group_of
+from sampling import some
+from test_integrations_peft import adapted
 from test_integrations_transformers import Rows, build, same, tight
 
 warnings.filterwarnings("ignore", module="lightning")
 
 
 class Learner(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, lora: bool = False) -> None:
         super().__init__()
-        self.model = build()
+        self.model = adapted("lora") if lora else build()
         self.seen: list[float] = []
+        self.norms: list[float] = []
+        """Of all gradients, before they are clipped."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.model(**batch).loss
@@ -33,6 +37,16 @@ class Learner(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(float(outputs["loss"]))
+
+    def configure_gradient_clipping(self, optimizer: Any, **given: Any) -> None:
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None:
+            self.clip_gradients(optimizer, **given)
+            self.norms.append(float(engine.clip_grad_norm_(1.0)))
+        else:
+            gradients = [one.grad for one in self.parameters() if one.grad is not None]
+            self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+            self.clip_gradients(optimizer, **given)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.model(**batch).loss)
@@ -68,17 +82,21 @@ def loader(count: int, first: int = 0) -> Any:
     )  # thirty rows: windows of three, three and two batches
 
 
-def fitted(folder: Path, ours: bool, resume: str | None = None, **more: Any) -> tuple[Learner, pl.Trainer]:
-    learner, trainer = Learner(), trainer_of(folder, ours, **more)
+def fitted(
+    folder: Path, ours: bool, resume: str | None = None, lora: bool = False, **more: Any
+) -> tuple[Learner, pl.Trainer]:
+    learner, trainer = Learner(lora), trainer_of(folder, ours, **more)
     trainer.fit(learner, loader(30), [loader(8, 1000), loader(8, 2000)], ckpt_path=resume)
     return learner, trainer
 
 
-def test_it_trains_as_stock_does(tmp_path: Path) -> None:
-    ours, stock = (fitted(tmp_path / name, name == "ours") for name in ("ours", "stock"))
-    assert ours[0].seen == pytest.approx(stock[0].seen, rel=1e-5)
+@pytest.mark.parametrize("lora", [False, True])
+def test_it_trains_as_stock_does(lora: bool, tmp_path: Path) -> None:
+    ours, stock = (fitted(tmp_path / name, name == "ours", lora=lora) for name in ("ours", "stock"))
+    assert ours[0].seen == pytest.approx(stock[0].seen, rel=1e-6)
+    assert ours[0].norms == pytest.approx(stock[0].norms, rel=1e-4) and len(ours[0].norms) == 6
     for key, value in stock[1].callback_metrics.items():
-        assert float(ours[1].callback_metrics[key]) == pytest.approx(float(value), rel=1e-5), key
+        assert float(ours[1].callback_metrics[key]) == pytest.approx(float(value), rel=1e-6), key
     groups = [trainer.optimizers[0].param_groups[0]["lr"] for _, trainer in (ours, stock)]
     assert groups[0] == groups[1]
     engine = ours[1].strategy.engine
@@ -91,16 +109,17 @@ def test_it_trains_as_stock_does(tmp_path: Path) -> None:
     ours[1].strategy.close()
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_and_loads_anywhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_goes_on_bit_for_bit_and_loads_anywhere(lora: bool, tmp_path: Path) -> None:
     keeps = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}", save_top_k=-1)
-    whole, trainer = fitted(tmp_path / "whole", True, callbacks=[keeps])
+    whole, trainer = fitted(tmp_path / "whole", True, lora=lora, callbacks=[keeps])
     expected = trainer.strategy.engine.state_dict()
     trainer.strategy.close()
-    again, later = fitted(tmp_path / "again", True, resume=str(tmp_path / "kept" / "epoch=0.ckpt"))
+    again, later = fitted(tmp_path / "again", True, str(tmp_path / "kept" / "epoch=0.ckpt"), lora)
     same(later.strategy.engine.state_dict(), expected)
     assert again.seen == whole.seen[len(whole.seen) // 2 :]
     later.strategy.close()
-    plain = Learner.load_from_checkpoint(tmp_path / "kept" / "epoch=1.ckpt")
+    plain = Learner.load_from_checkpoint(tmp_path / "kept" / "epoch=1.ckpt", lora=lora)
     same(dict(plain.state_dict()), expected)
 
 
@@ -127,6 +146,42 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
         fitted(tmp_path, True, callbacks=[StochasticWeightAveraging(1e-3)])
     with pytest.raises(UnsupportedError, match="'norm'"):
         fitted(tmp_path, True, gradient_clip_algorithm="value")
+
+
+@pytest.mark.parametrize(
+    ("told", "own", "expected"),
+    [
+        ("bf16-mixed", {}, "bf16"),
+        ("bf16-true", {}, "bf16"),
+        (None, {}, "fp32"),
+        (None, {"precision": "bf16"}, "bf16"),
+    ],
+)
+def test_precision_is_the_trainers_where_the_settings_name_none(
+    told: str | None, own: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, True, precision=told, max_steps=1, strategy=EbbtideStrategy(tight() | own))
+    learner = Learner()
+    trainer.fit(learner, loader(12))
+    assert trainer.strategy.engine.config.precision == expected
+    assert trainer.precision == ("32-true" if expected == "fp32" else "bf16-mixed")
+    trainer.strategy.close()
+
+
+def test_precisions_that_the_engine_has_not_are_refused(tmp_path: Path) -> None:
+    for precision, own, said in (
+        ("64-true", {}, r"Trainer\(precision='64-true'\) by DoublePrecision"),
+        ("bf16-mixed", {"precision": "fp32"}, "leave one out"),
+    ):
+        with pytest.raises((ConfigError, UnsupportedError), match=said):
+            trainer_of(tmp_path, True, precision=precision, strategy=EbbtideStrategy(tight() | own))
+
+
+def test_models_that_others_have_placed_are_refused(tmp_path: Path) -> None:
+    learner = Learner()
+    learner.model.hf_device_map = {"": 0}
+    with pytest.raises(UnsupportedError, match="device_map"):
+        trainer_of(tmp_path, True).fit(learner, loader(8))
 
 
 def test_more_processes_than_devices_are_refused_by_name(
@@ -172,25 +227,15 @@ class Told(Learner):
 
 
 def on_ranks(
-    folder: str, ours: bool, resume: str | None
+    folder: str, ours: bool, lora: bool, resume: str | None
 ) -> tuple[list[float], dict[str, float], dict[str, torch.Tensor], list[Any]]:
     """What torchrun would start, or Lightning by itself."""
-    rank = torch.distributed.get_rank()
-    told = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 29513,
-    }
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in told.items():
-            patched.setenv(name, str(value))
+    with as_torchrun_says() as rank:
         keeps = ModelCheckpoint(
             dirpath=Path(folder) / "kept", filename="{epoch}", save_top_k=2, monitor="epoch"
         )
         own = {} if ours else {"strategy": "ddp"}
-        learner = Told()
+        learner = Told(lora)
         trainer = trainer_of(Path(folder), ours, devices=2, callbacks=[keeps], **own)
         trainer.fit(learner, loader(30), [loader(8, 1000), loader(8, 2000)], ckpt_path=resume)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -203,23 +248,26 @@ def on_ranks(
     return learner.seen, metrics, weights, predicted
 
 
-def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", some([False, True], 1))
+def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(lora: bool, tmp_path: Path) -> None:
     group = group_of(2)
-    whole, stock = (group.run(on_ranks, str(tmp_path / str(ours)), ours, None) for ours in (True, False))
+    whole, stock = (
+        group.run(on_ranks, str(tmp_path / str(ours)), ours, lora, None) for ours in (True, False)
+    )
     for (seen, metrics, weights, predicted), expected in zip(whole, stock, strict=True):
-        assert seen == pytest.approx(expected[0], rel=1e-5)
-        assert metrics == pytest.approx(expected[1], rel=1e-5)
+        assert seen == pytest.approx(expected[0], rel=1e-6)
+        assert metrics == pytest.approx(expected[1], rel=1e-6)
         for key, value in expected[2].items():
             torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5)
         assert all(map(torch.equal, predicted, expected[3])) and len(predicted) == len(expected[3])
     names = sorted(path.name for path in (tmp_path / "True" / "kept").iterdir())
     assert names == [f"epoch={epoch}.ckpt{end}" for epoch in (0, 1) for end in ("", ".ebbtide")]
     middle = str(tmp_path / "True" / "kept" / "epoch=0.ckpt")
-    again = group.run(on_ranks, str(tmp_path / "again"), True, middle)
+    again = group.run(on_ranks, str(tmp_path / "again"), True, lora, middle)
     for later, first in zip(again, whole, strict=True):
         same(later[2], first[2])
         assert later[0] == first[0][len(first[0]) // 2 :]
-    plain = Learner.load_from_checkpoint(tmp_path / "True" / "kept" / "epoch=1.ckpt")
+    plain = Learner.load_from_checkpoint(tmp_path / "True" / "kept" / "epoch=1.ckpt", lora=lora)
     same(dict(plain.state_dict()), whole[0][2])
 
 

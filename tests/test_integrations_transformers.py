@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainingArguments
 from transformers import Trainer as Stock
@@ -21,7 +19,6 @@ from transformers import Trainer as Stock
 import ebbtide
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
 from ebbtide.integrations.transformers import Mixin, Trainer
-from group import group_of
 
 VOCABULARY, LENGTH = 256, 24
 
@@ -347,12 +344,50 @@ def test_models_that_others_have_placed_are_refused(tmp_path: Path) -> None:
     for mark, value in (
         ("hf_device_map", {"": 0}),
         ("quantization_method", "gptq"),
+        ("is_loaded_in_4bit", True),
         ("_is_accelerate_prepared", True),
     ):
         model = build()
         setattr(model, mark, value)
         with pytest.raises(UnsupportedError, match="the model"):
             Trainer(model, arguments(tmp_path), train_dataset=Rows(4), ebbtide=tight())
+
+
+def test_checkpointing_that_offloads_by_itself_is_refused(tmp_path: Path) -> None:
+    model = build()
+    model.activation_checkpointing_enable(offload=True)
+    with pytest.raises(UnsupportedError, match="'offload_activations': 'checkpoints'"):
+        Trainer(model, arguments(tmp_path), train_dataset=Rows(4), ebbtide=tight())
+    asked = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+    with pytest.raises(UnsupportedError, match="offload=True"):
+        trained(Trainer, tmp_path, **asked)
+
+
+def test_a_model_with_a_part_in_an_engine_is_refused(tmp_path: Path) -> None:
+    model = build()
+    engine = ebbtide.initialize(model.transformer, tight())
+    with pytest.raises(ConfigError, match="another engine"):
+        Trainer(model, arguments(tmp_path), train_dataset=Rows(4), ebbtide=tight()).train()
+    engine.close()
+
+
+def test_precision_is_what_the_launcher_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    ours = trained(Trainer, tmp_path, max_steps=1)
+    assert ours.engine.config.precision == "bf16"
+    ours.engine.close()
+    with pytest.raises(ConfigError, match="leave one out"):
+        Trainer(build(), arguments(tmp_path), train_dataset=Rows(4), ebbtide=tight() | {"precision": "fp32"})
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UnsupportedError, match="mixed_precision fp8"):
+        Trainer(build(), arguments(tmp_path), train_dataset=Rows(4), ebbtide=tight())
+
+
+def test_a_launcher_that_asks_for_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UnsupportedError, match="leave --use_fsdp out"):
+        Trainer(build(), given, train_dataset=Rows(4), ebbtide=tight())
 
 
 def test_a_budget_that_is_too_small_says_so_before_the_first_step(tmp_path: Path) -> None:
@@ -396,49 +431,12 @@ def test_the_next_trainer_takes_the_model_as_in_stock(tmp_path: Path) -> None:
     assert losses[Trainer] == pytest.approx(losses[Stock], rel=1e-6)
 
 
-# -- several ranks ------------------------------------------------------------------------------------
-
-
-def on_ranks(kind: Any, folder: str, resume: str | None, more: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """What torchrun would start: the weights and the log."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    before = dict(os.environ)
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    )
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        trainer = trained(kind, Path(folder), resume, **more)
-        weights = {name: value.clone() for name, value in weights_of(trainer).items()}
-        if kind is Trainer:
-            trainer.engine.close()
-        return weights, trainer.state.log_history
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(tmp_path: Path) -> None:
-    """With a last window that is shorter, an evaluation, and a checkpoint in the middle."""
-    evaluated = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 1}
-    group = group_of(2)
-    whole = group.run(on_ranks, Trainer, str(tmp_path / "ours"), None, evaluated)
-    stock = group.run(on_ranks, Stock, str(tmp_path / "stock"), None, {"eval_strategy": "epoch"})
-    close_to(Logs(whole[0][1]), Logs(stock[0][1]))
-    for (weights, _), (other, _) in zip(whole, stock, strict=True):
-        for name, value in other.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
-    middle = str(tmp_path / "ours" / "checkpoint-1")
-    again = group.run(on_ranks, Trainer, str(tmp_path / "again"), middle, {"eval_strategy": "epoch"})
-    same(again[0][0], whole[0][0])
-    same(again[1][0], whole[0][0])
+# -- what others compare with -----------------------------------------------------------------------
 
 
 @dataclass
 class Logs:
-    """As `close_to` looks at them."""
+    """Of a rank, as `close_to` looks at them."""
 
     log_history: list[dict[str, Any]]
 

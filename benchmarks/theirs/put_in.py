@@ -66,9 +66,7 @@ def put_in_lightning() -> None:
         plain = type(found) is SingleDeviceStrategy and self._precision_flag in ("32-true", None)
         if not plain or self._precision_plugin_flag is not None or found.root_device.type != "cpu":
             return found
-        ours = EbbtideStrategy(BUDGET)
-        self._precision_plugin_flag = ours._precision_plugin
-        return ours
+        return EbbtideStrategy(BUDGET)
 
     Connector._choose_strategy = choose
 

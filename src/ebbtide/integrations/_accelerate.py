@@ -11,6 +11,7 @@ OLDEST, NEWEST = (1, 12), (1, 15)
 """Versions of accelerate that are known to work."""
 
 OVERRIDDEN = (
+    "mixed_precision",
     "prepare",
     "prepare_model",
     "backward",
@@ -26,3 +27,17 @@ MODELS, OPTIMIZERS = "_models", "_optimizers"
 """Lists of what was prepared; `save_state` and `load_state` go through them."""
 CHECKPOINTS = "checkpoints"
 """Below `project_dir`: where states with automatic names are saved, each as a name, an underscore and a number."""
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""In the environment, by `accelerate launch`."""
+LAUNCHED = (
+    ("ACCELERATE_USE_DEEPSPEED", "false", "ebbtide takes DeepSpeed's place: leave --use_deepspeed out"),
+    ("ACCELERATE_USE_FSDP", "false", "ebbtide shards the model itself: leave --use_fsdp out"),
+    ("ACCELERATE_USE_MEGATRON_LM", "false", "ebbtide shards the model itself: leave --use_megatron_lm out"),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", "ebbtide shards the model itself: leave it out"),
+    (
+        "ACCELERATE_DYNAMO_BACKEND",
+        "no",
+        "a compiled module hides its parts from the engine: leave --dynamo_backend out",
+    ),
+)
+"""What `accelerate launch` says in the environment, what stands there where it is off, and what to do."""

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as Launcher
 
 OLDEST, NEWEST = (2, 5), (2, 6)
@@ -19,6 +21,7 @@ OVERRIDDEN = (
     "broadcast",
     "reduce",
     "all_gather",
+    "precision_plugin",
     "model_to_device",
     "setup",
     "teardown",
@@ -43,5 +46,8 @@ PRECISION = ("backward", "optimizer_step", "clip_grad_by_norm", "clip_grad_by_va
 """Of the plugin: what is replaced, and what is called."""
 LAUNCHER = Launcher.__name__
 """Starts a script once for each further device."""
-PLUGIN = "_precision_plugin"
-"""Of a strategy: where its plugin is."""
+NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+"""What the Trainer calls the engine's precisions."""
+PRECISIONS = {name: one for one, name in NAMES.items()} | {"bf16-true": "bf16", "16-true": "fp16"}
+PLUGINS = ("Precision", "MixedPrecision", "HalfPrecision", "EbbtidePrecision")
+"""By which the Trainer says so."""

@@ -31,3 +31,8 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 """Names of `optim` that stand for a rule of the engine's."""
 GPUS = "_n_gpu"
 """Of TrainingArguments: how many GPUs one process would split its batches over."""
+DEVICE_MAP, SHARDED = "hf_device_map", "is_distributed_loading_by_transformers"
+QUANTIZED = ("quantization_method", "is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+"""Marks of a model that something else has placed."""
+CHECKPOINTED, OFFLOADING = "_gradient_checkpointing_func", "checkpoint_func"
+"""Of a module that checkpoints: what it calls; and that function's name where it offloads."""

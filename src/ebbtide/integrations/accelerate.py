@@ -12,7 +12,7 @@ module without one evaluates within the same budgets.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _accelerate as private
 from ebbtide.integrations._models import FirstCall, give_back, holder, mark_prepared, take
+from ebbtide.integrations._refused import refuse_launched, refuse_placed
+from ebbtide.integrations._settings import Given, mixed_precision, with_precision
 from ebbtide.integrations._versions import require
 
 require("accelerate", private.OLDEST, private.NEWEST)
@@ -55,26 +57,28 @@ class Accelerator(accelerate.Accelerator):
     _models: list[Any]
     _optimizers: list[Any]
 
-    def __init__(
-        self, *args: Any, ebbtide: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, ebbtide: Given = None, **kwargs: Any) -> None:
         for name, why in REFUSED.items():
             if kwargs.get(name):
                 raise UnsupportedError(f"Accelerator({name}=...): {why}")
-        precision = kwargs.pop("mixed_precision", None) or "no"
-        if precision not in ("no", "bf16", "fp16"):
-            raise UnsupportedError(
-                f"Accelerator(mixed_precision={precision!r}): the engine computes in fp32 ('no'), bf16 or fp16"
-            )
+        refuse_launched()
+        asked = kwargs.pop("mixed_precision", None)
+        where = f"Accelerator(mixed_precision={asked!r})"
+        told = mixed_precision(asked, where)
         settings = Config.read(ebbtide)
         if settings.accumulate != 1 or settings.clip is not None:
             raise ConfigError(
                 "ebbtide['accumulate'] and ['clip']: Accelerate does that, with gradient_accumulation_steps and "
                 "accelerator.clip_grad_norm_()"
             )
-        self._settings = settings.with_({"precision": "fp32" if precision == "no" else precision})
+        self._settings = with_precision(settings, ebbtide, told, where if asked else "accelerate launch")
         self.engines: list[Engine] = []
         super().__init__(*args, mixed_precision="no", **kwargs)
+
+    @property
+    def mixed_precision(self) -> str:
+        """As stock says it, though it is the engine that computes so."""
+        return "no" if self._settings.precision == "fp32" else self._settings.precision
 
     # -- what is prepared -----------------------------------------------------------------------------
 
@@ -118,7 +122,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def _take(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
-        _refuse_placed(module)
+        refuse_placed(module)
         engine = take(module, self._settings, optimizer, frozen=optimizer is None)
         self.engines = [one for one in self.engines if not one.closed]
         self.engines.append(engine)
@@ -127,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _await(self, module: nn.Module) -> None:
         """Its optimizer may come in a later `prepare`; the first call tells whether it came for evaluation alone."""
-        _refuse_placed(module)
+        refuse_placed(module)
         if _is_trained(module):
             give_back(module)
             FirstCall(module, self._begin)
@@ -260,10 +264,3 @@ class Accelerator(accelerate.Accelerator):
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _refuse_placed(module: nn.Module) -> None:
-    if getattr(module, "hf_device_map", None) is not None:
-        raise UnsupportedError(
-            "prepare: the model was loaded with device_map; load it without, on the CPU: the engine places it"
-        )

@@ -26,6 +26,8 @@ from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _lightning as private
 from ebbtide.integrations._lightning_ranks import Ranks
 from ebbtide.integrations._models import take
+from ebbtide.integrations._refused import refuse_placed
+from ebbtide.integrations._settings import Given, with_precision
 from ebbtide.integrations._versions import require
 
 require("lightning", private.OLDEST, private.NEWEST)
@@ -39,7 +41,6 @@ class EbbtidePrecision(Precision):
 
     def __init__(self, strategy: EbbtideStrategy) -> None:
         self._strategy = strategy
-        self.precision = "32-true"
         self._went = False
         """Whether gradients are there for the next step."""
 
@@ -72,27 +73,44 @@ class EbbtideStrategy(Ranks):
 
     strategy_name = "ebbtide"
 
-    def __init__(self, config: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any) -> None:
+    def __init__(self, config: Given = None, **kwargs: Any) -> None:
         settings = Config.read(config)
-        if isinstance(config, Mapping) and "precision" not in config:
-            settings = settings.with_({"precision": "fp32"})
         if settings.accumulate != 1 or settings.clip is not None:
             raise ConfigError(
                 "EbbtideStrategy: accumulate and clip are the Trainer's, accumulate_grad_batches and gradient_clip_val"
             )
-        super().__init__(**kwargs)
-        self._settings = settings
+        self._given, self._settings = config, settings
         self.engine: Engine | None = None
         self._resumed: Path | None = None
         self._predicted: tuple[Any, ...] = ()
         """What the last predict_step was given, on several ranks."""
-        setattr(self, private.PLUGIN, EbbtidePrecision(self))
+        self._precision = EbbtidePrecision(self)
+        super().__init__(**kwargs)
 
     @property
     def engine_there(self) -> Engine:
         if self.engine is None:
             raise StateError("EbbtideStrategy: there is no engine before the Trainer has set the module up")
         return self.engine
+
+    @property
+    def precision_plugin(self) -> EbbtidePrecision:
+        return self._precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """The Trainer sets what it was told; the engine computes so."""
+        told = "32-true" if plugin is None else str(plugin.precision)
+        precision = private.PRECISIONS.get(told)
+        if precision is None or (plugin is not None and type(plugin).__name__ not in private.PLUGINS):
+            raise UnsupportedError(
+                f"Trainer(precision={told!r}) by {type(plugin).__name__}: the engine computes in fp32 ('32-true'), bf16 "
+                "('bf16-mixed') or fp16 ('16-mixed')"
+            )
+        self._settings = with_precision(
+            self._settings, self._given, precision, f"Trainer(precision={told!r})"
+        )
+        self._precision.precision = private.NAMES[self._settings.precision]
 
     def close(self) -> None:
         """Gives the engine's memory back; the module has no weights after that."""
@@ -115,6 +133,7 @@ class EbbtideStrategy(Ranks):
             raise UnsupportedError(
                 "Trainer(sync_batchnorm=True): ranks would talk in the midst of a pass that is imagined: leave it out"
             )
+        refuse_placed(module)
         super().setup(trainer)
         if self.engine is not None and self.engine.module is module and not self.engine.closed:
             if self.optimizers:

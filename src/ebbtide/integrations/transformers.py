@@ -13,8 +13,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -25,8 +26,9 @@ from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations import _transformers as private
 from ebbtide.integrations._models import give_back, holder, mark_prepared, take
+from ebbtide.integrations._refused import refuse_launched, refuse_placed
+from ebbtide.integrations._settings import Given, mixed_precision, named_in, with_precision
 from ebbtide.integrations._versions import require
-from ebbtide.strict import read_file
 
 FOLDER = "ebbtide"
 """Of a checkpoint: where the engine's own state lies, beside the weights."""
@@ -52,20 +54,18 @@ class Mixin(_Base):
     engine: Engine | None = None
     """Has the model from the first `train`, `evaluate` or `predict` on."""
 
-    def __init__(
-        self, *args: Any, ebbtide: Config | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, ebbtide: Given = None, **kwargs: Any) -> None:
         """`ebbtide`: the engine's settings, as `ebbtide.initialize` takes them."""
         self.references: list[Engine] = []
         """Of frozen models that are trained against, in the same budgets."""
-        self._asked = _as_asked(ebbtide)
+        self._given = ebbtide
         self._settings = Config.read(ebbtide)
         super().__init__(*args, **kwargs)
 
     # -- what Trainer builds --------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        self._settings = _settings_for(self.args, self._settings, self._asked)
+        self._settings = _settings_for(self.args, self._settings, self._given)
         _refuse_model(self.model)
         if getattr(self.args, private.GPUS, 1) > 1:
             setattr(self.args, private.GPUS, 1)  # the engine has one device a process
@@ -158,7 +158,8 @@ class Mixin(_Base):
         if state_dict is None and self.engine is not None:
             found: dict[str, Any] | None = getattr(self, "_weights", None)
             state_dict = self._state_dict() if found is None else found
-        super()._save(output_dir, state_dict)
+        with _answering(self.model, state_dict):
+            super()._save(output_dir, state_dict)
         if isinstance(self.model, transformers.PreTrainedModel) and self.engine is not None:
             # It has just been told the dtype that the engine computes in.
             own = next((dtype for dtype in self._dtypes.values() if dtype.is_floating_point), torch.float32)
@@ -230,6 +231,25 @@ def _loading_into(engine: Engine) -> Iterator[None]:
         del engine.module.load_state_dict
 
 
+@contextmanager
+def _answering(module: nn.Module, state: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
+    """Parts of the module are asked for their state_dict, by PEFT, on the rank that writes alone: they have it from
+    `state`, for the others would have to take part in gathering it."""
+    parts = dict(module.named_modules()) if state is not None else {}
+
+    def answer(start: str, *_: Any, prefix: str = "", **__: Any) -> dict[str, torch.Tensor]:
+        assert state is not None
+        return {prefix + key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+
+    for name, part in parts.items():
+        part.state_dict = partial(answer, name and name + ".")
+    try:
+        yield
+    finally:
+        for part in parts.values():
+            del part.state_dict
+
+
 class Trainer(Mixin, transformers.Trainer):
     """transformers.Trainer; `ebbtide=` has the engine's settings."""
 
@@ -238,16 +258,7 @@ class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer, likewise."""
 
 
-def _as_asked(given: Any) -> set[str]:
-    """The settings that the user has named."""
-    if isinstance(given, Config):
-        return {key for key, value in given.to_dict().items() if value != Config().to_dict()[key]}
-    if isinstance(given, str | Path):
-        given = read_file(Path(given), "config")
-    return set(given or ())
-
-
-def _settings_for(args: Any, settings: Config, asked: set[str]) -> Config:
+def _settings_for(args: Any, settings: Config, given: Given) -> Config:
     """What TrainingArguments say goes into the config; where both say something they are to agree."""
     _refuse_arguments(args)
     for key, other, off in (
@@ -258,18 +269,13 @@ def _settings_for(args: Any, settings: Config, asked: set[str]) -> Config:
             raise ConfigError(
                 f"ebbtide[{key!r}] = {getattr(settings, key)!r}: Trainer does that, set {other} in TrainingArguments"
             )
-    if "optimizer" in asked:
+    if "optimizer" in named_in(given):
         raise ConfigError(
             "ebbtide['optimizer']: Trainer builds the optimizer, set learning_rate, weight_decay, adam_beta1 and the "
             "like in TrainingArguments, or pass optimizers=(torch.optim.AdamW(...), scheduler)"
         )
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    if "precision" in asked and settings.precision != precision and (args.bf16 or args.fp16):
-        raise ConfigError(
-            f"ebbtide['precision'] = {settings.precision!r}, TrainingArguments say {precision}: leave one out"
-        )
-    if "precision" not in asked:
-        settings = settings.with_({"precision": precision})
+    told = "bf16" if args.bf16 else "fp16" if args.fp16 else mixed_precision()
+    settings = with_precision(settings, given, told, "TrainingArguments (or accelerate launch)")
     if settings.updates == "in-backward":
         if args.max_grad_norm:
             raise ConfigError(
@@ -285,6 +291,7 @@ def _settings_for(args: Any, settings: Config, asked: set[str]) -> Config:
 
 
 def _refuse_arguments(args: Any) -> None:
+    refuse_launched()
     name = getattr(args.optim, "value", args.optim)
     bad = {
         "deepspeed": (bool(args.deepspeed), "ebbtide takes DeepSpeed's place: leave deepspeed out"),
@@ -312,22 +319,8 @@ def _refuse_arguments(args: Any) -> None:
 
 
 def _refuse_model(model: Any) -> None:
-    def refuse(what: str, why: str) -> NoReturn:
-        raise UnsupportedError(f"the model {what}: {why}")
-
     if model is None:
         return  # model_init builds it later
-    if getattr(model, "hf_device_map", None) is not None:
-        refuse(
-            "was loaded with device_map",
-            "load it without, on the CPU; the engine places it within its budgets",
-        )
-    if getattr(model, "quantization_method", None) is not None or getattr(model, "is_quantized", False):
-        refuse("is quantized", "load it in bf16 or fp32; the engine keeps what does not fit on the host")
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        refuse(
-            "was sharded when it was loaded",
-            "load it without distributed_config; the engine shards its chunks",
-        )
+    refuse_placed(model)
     if getattr(model, private.PREPARED, False) and holder(model) is None:
-        refuse("was prepared by an Accelerator", "give Trainer the bare model")
+        raise UnsupportedError("the model was prepared by an Accelerator: give Trainer the bare model")
