@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,12 +12,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers import Trainer as Stock
 
 import ebbtide
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
 from ebbtide.integrations.transformers import Mixin, Trainer
+from sampling import some
 
 VOCABULARY, LENGTH = 256, 24
 
@@ -116,15 +122,6 @@ def close_to(one: Any, other: Any) -> None:
             assert mine.get(key) == its.get(key), key
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    @cache
-    def run(**more: Any) -> Any:
-        return trained(Stock, tmp_path_factory.mktemp("stock"), **more)
-
-    return run
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {},
     "never clipped": {"max_grad_norm": 0.0},
@@ -134,13 +131,41 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "one by one": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
     "linear": {"lr_scheduler_type": "linear", "warmup_steps": 0, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+    "plateau": {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0},
+        "metric_for_best_model": "eval_loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "learning_rate": 0.1,
+    },
+    "never below": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+    "warm, stable, decay": {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 2},
+    },
+    "evaluated in parts": {"eval_strategy": "epoch", "eval_accumulation_steps": 1, "eval_on_start": True},
+    "the best is saved": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "best",
+        "metric_for_best_model": "eval_loss",
+        "load_best_model_at_end": True,
+    },
+    "weights are saved alone": {"save_strategy": "epoch", "save_total_limit": 1, "save_only_model": True},
+    "by workers": {"dataloader_num_workers": 2, "dataloader_drop_last": True},
+    "every second layer is checkpointed": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
+    },
+    "tokens are counted": {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"},
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_it_trains_as_stock_does(name: str, stock: Callable[..., Any], tmp_path: Path) -> None:
-    ours = trained(Trainer, tmp_path, **SETTINGS[name])
-    close_to(ours, stock(**SETTINGS[name]))
+@pytest.mark.parametrize("name", some(SETTINGS, 9))
+def test_it_trains_as_stock_does(name: str, tmp_path: Path) -> None:
+    ours = trained(Trainer, tmp_path / "ours", **SETTINGS[name])
+    close_to(ours, trained(Stock, tmp_path / "stock", **SETTINGS[name]))
     found = ours.engine.stats()
     assert found["peak_bytes"]["device"] <= tight()["device"]["memory"]
     assert found["moved_bytes"]["host_to_device"] > 0
@@ -170,6 +195,73 @@ def test_it_stops_early_where_stock_does(tmp_path: Path) -> None:
         found[1].state.best_model_checkpoint.rpartition("/")[2]
     )
     found[0].engine.close()
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions[:, :-1] == found.label_ids[:, 1:]).mean())}
+
+
+def test_metrics_are_stocks(tmp_path: Path) -> None:
+    found = []
+    for kind, own in ((Trainer, {"ebbtide": tight()}), (Stock, {})):
+        given = arguments(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1)
+        sets = {"train_dataset": Rows(30), "eval_dataset": {"a": Rows(6, 1000), "b": Rows(7, 2000)}}
+        how = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda x, _: x.argmax(-1)}
+        trainer = kind(build(), given, **how, **sets, **own)
+        trainer.train()
+        found.append(trainer)
+    close_to(*found)
+    said = [
+        [row[key] for row in one.state.log_history for key in sorted(row) if "accuracy" in key]
+        for one in found
+    ]
+    assert said[0] == said[1] and len(said[0]) == 6
+    found[0].close()
+
+
+class Listening(TrainerCallback):
+    """What it hears, of which step, and with which objects."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, list[str]]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def hear(_: Any, state: Any, control: Any, **given: Any) -> None:
+            self.heard.append((name, state.global_step, sorted(given)))
+
+        return hear
+
+
+def test_callbacks_hear_what_they_hear_of_stock(tmp_path: Path) -> None:
+    heard = []
+    for kind in (Trainer, Stock):
+        listening = Listening()
+        more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        trainer = trained(kind, tmp_path / kind.__module__, callbacks=[listening], **more)
+        heard.append(listening.heard)
+        if kind is Trainer:
+            trainer.close()
+    assert heard[0] == heard[1] and len(heard[0]) > 30
+
+
+def test_each_trial_of_a_search_has_a_model_of_its_own(tmp_path: Path) -> None:
+    """As hyperparameter_search goes about it."""
+    found: list[list[float]] = []
+    for kind, own in ((Trainer, {"ebbtide": tight()}), (Stock, {})):
+        trainer = kind(
+            None, arguments(tmp_path, max_steps=2), train_dataset=Rows(30), model_init=lambda: build(), **own
+        )
+        found.append([])
+        for rate, steps in ((1e-2, 3), (1e-3, 1), (1e-2, 3)):
+            trainer.args.learning_rate, trainer.args.gradient_accumulation_steps = rate, steps
+            found[-1].append(trainer.train().training_loss)
+        if kind is Trainer:
+            trainer.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0][0] == found[0][2] != found[0][1]
 
 
 # -- checkpoints --------------------------------------------------------------------------------------
