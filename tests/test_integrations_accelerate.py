@@ -97,6 +97,38 @@ def test_what_is_saved_goes_on_bit_for_bit(lora: bool, tmp_path: Path) -> None:
     again[0].free_memory()
 
 
+def test_hooks_of_ones_own_save_and_load_models(tmp_path: Path) -> None:
+    """As in scripts that write a folder for from_pretrained beside each state."""
+    accelerator, model, *rest = prepared(Accelerator)
+    seen = []
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        for one in models:
+            one.save_pretrained(Path(folder) / "mine")
+            weights.pop()
+            seen.append("saved")
+
+    def load(models: list[Any], folder: str) -> None:
+        while models:
+            one = models.pop()
+            one.load_state_dict(type(one).from_pretrained(Path(folder) / "mine").state_dict())
+            seen.append("loaded")
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    epoch(accelerator, model, *rest)
+    accelerator.save_state(str(tmp_path))
+    expected = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    rows = epoch(accelerator, model, *rest)
+    accelerator.load_state(str(tmp_path))
+    same(accelerator.get_state_dict(model), expected)
+    assert epoch(accelerator, model, *rest) == rows
+    assert seen == ["saved", "loaded"]
+    read = type(model).from_pretrained(tmp_path / "mine").state_dict()
+    same(dict(read), expected)
+    accelerator.free_memory()
+
+
 def test_a_frozen_model_beside_it_shares_the_budget() -> None:
     accelerator, model, *_ = prepared(Accelerator)
     teacher = accelerator.prepare(build(1).eval())
@@ -193,6 +225,12 @@ def on_ranks(kind: Any, lora: bool, folder: str, resume: bool) -> tuple[list[Any
         if resume:
             made[0].load_state(folder)
         else:
+            if kind is Accelerator and made[0].is_main_process:  # it alone writes
+                made[0].register_save_state_pre_hook(
+                    lambda models, _, where: models[0].save_pretrained(Path(where) / "mine")
+                )
+            elif kind is Accelerator:
+                made[0].register_save_state_pre_hook(lambda models, _, where: None)
             found += epoch(*made)
             made[0].save_state(folder)
         found += epoch(*made)
@@ -218,6 +256,7 @@ def test_on_two_ranks_it_trains_as_stock_does_and_goes_on(lora: bool, tmp_path: 
             assert one[2:] == other[2:]
         for key, value in others.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5)
+    assert list((tmp_path / "ours" / "mine").glob("*.safetensors"))
     again = run(on_ranks, Accelerator, lora, mine, True)
     for (rows, weights), (whole, expected) in zip(again, ours, strict=True):
         assert rows == whole[4:]
@@ -279,6 +318,9 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     model = build()
     with pytest.raises(ConfigError, match="module first, or both at once"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(UnsupportedError, match="for 2 models, an engine has one"):
+        both = [build(), build(1)]
+        accelerator.prepare(*both, torch.optim.AdamW([one for each in both for one in each.parameters()]))
     halves = list(model.parameters())
     with pytest.raises(UnsupportedError, match="several optimizers"):
         accelerator.prepare(model, torch.optim.AdamW(halves[:2]), torch.optim.AdamW(halves[2:]))

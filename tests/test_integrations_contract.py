@@ -96,8 +96,8 @@ def test_accelerator_has_what_the_adapter_replaces_and_reads() -> None:
     source = inspect.getsource(accelerate.utils.launch)
     for name in (_accelerate.PRECISION, *(name for name, *_ in _accelerate.LAUNCHED)):
         assert f'"{name}"' in source, f"accelerate launch does not set {name}"
-    for name in (_accelerate.MODELS, _accelerate.OPTIMIZERS):
-        assert isinstance(getattr(stock, name), list), f"Accelerator.{name} is gone"
+    for name in _accelerate.SEEN:
+        assert isinstance(getattr(stock, name), list | dict), f"Accelerator.{name} is gone"
 
 
 def test_automatic_names_of_states_end_in_a_number(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from ebbtide.errors import ConfigError, UnsupportedError
@@ -139,11 +146,21 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     trainer.strategy.close()
 
 
+class Thawing(BaseFinetuning):
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.model.transformer.wte)
+
+    def finetune_function(self, *_: Any) -> None: ...
+
+
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="accumulate_grad_batches"):
         EbbtideStrategy(tight() | {"accumulate": 2})
     with pytest.raises(UnsupportedError, match=r"engine\.ema"):
         fitted(tmp_path, True, callbacks=[StochasticWeightAveraging(1e-3)])
+    for other in (EMAWeightAveraging(), Thawing()):
+        with pytest.raises(UnsupportedError, match=type(other).__name__):
+            fitted(tmp_path, True, callbacks=[other])
     with pytest.raises(UnsupportedError, match="'norm'"):
         fitted(tmp_path, True, gradient_clip_algorithm="value")
 
@@ -194,6 +211,28 @@ def test_more_processes_than_devices_are_refused_by_name(
     with pytest.raises(ConfigError, match=r"device\.kind is 'cuda', the Trainer has chosen 'cpu'"):
         strategy = EbbtideStrategy({"device": {"kind": "cuda", "memory": "1GB"}})
         trainer_of(tmp_path, True, strategy=strategy).fit(Learner(), loader(8))
+
+
+def test_a_trainer_validates_fits_and_fits_again_as_in_stock(tmp_path: Path) -> None:
+    """Each fit has optimizers of its own."""
+    found = []
+    for ours in (True, False):
+        learner = Learner()
+        trainer = trainer_of(
+            tmp_path / str(ours), ours, max_epochs=1, accumulate_grad_batches=1, callbacks=[LearningRateMonitor()],
+            logger=CSVLogger(tmp_path), log_every_n_steps=1,
+        )  # fmt: skip
+        first = trainer.validate(learner, loader(8, 1000), verbose=False)[0]["val_loss"]
+        trainer.fit(learner, loader(16), loader(8, 1000))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(learner, loader(16), loader(8, 1000))
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.append((first, learner.seen, metrics))
+        if ours:
+            trainer.strategy.close()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6) and len(found[0][1]) == 8
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-6) and "lr-AdamW" in found[0][2]
 
 
 def test_the_next_trainer_takes_the_module_as_in_stock(tmp_path: Path) -> None:

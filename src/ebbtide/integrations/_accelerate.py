@@ -23,8 +23,8 @@ OVERRIDDEN = (
     "free_memory",
 )
 """Methods of Accelerator that the adapter replaces."""
-MODELS, OPTIMIZERS = "_models", "_optimizers"
-"""Lists of what was prepared; `save_state` and `load_state` go through them."""
+SEEN = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
+"""What was prepared, and hooks of the user's; `save_state` and `load_state` go through them."""
 CHECKPOINTS = "checkpoints"
 """Below `project_dir`: where states with automatic names are saved, each as a name, an underscore and a number."""
 PRECISION = "ACCELERATE_MIXED_PRECISION"

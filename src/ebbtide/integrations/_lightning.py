@@ -51,3 +51,10 @@ NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mi
 PRECISIONS = {name: one for one, name in NAMES.items()} | {"bf16-true": "bf16", "16-true": "fp16"}
 PLUGINS = ("Precision", "MixedPrecision", "HalfPrecision", "EbbtidePrecision")
 """By which the Trainer says so."""
+_AVERAGES = "copies weights that may be away: leave it out, and take engine.ema(decay)"
+REFUSED = {
+    "StochasticWeightAveraging": _AVERAGES,
+    "WeightAveraging": _AVERAGES,
+    "BaseFinetuning": "changes what is trained within fit, where the engine has the module: freeze and thaw before a fit",
+}
+"""Callbacks that do not go with an engine, by the names of their classes."""

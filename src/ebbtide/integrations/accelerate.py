@@ -12,8 +12,9 @@ module without one evaluates within the same budgets.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ebbtide.integrations import _accelerate as private
 from ebbtide.integrations._models import FirstCall, give_back, holder, mark_prepared, take
 from ebbtide.integrations._refused import refuse_launched, refuse_placed
 from ebbtide.integrations._settings import Given, mixed_precision, with_precision
+from ebbtide.integrations._state_dicts import answering, loading_into
 from ebbtide.integrations._versions import require
 
 require("accelerate", private.OLDEST, private.NEWEST)
@@ -56,6 +58,8 @@ class Accelerator(accelerate.Accelerator):
 
     _models: list[Any]
     _optimizers: list[Any]
+    _save_model_state_pre_hook: OrderedDict[Any, Any]
+    _load_model_state_pre_hook: OrderedDict[Any, Any]
 
     def __init__(self, *args: Any, ebbtide: Given = None, **kwargs: Any) -> None:
         for name, why in REFUSED.items():
@@ -113,9 +117,15 @@ class Accelerator(accelerate.Accelerator):
     def _of(self, optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> nn.Module:
         """The module whose parameters the optimizer has: one of these, or one that was prepared before."""
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in (*modules, *self._models):
-            if any(id(parameter) in trained for parameter in module.parameters()):
-                return module
+        known = dict.fromkeys((*modules, *self._models))
+        found = [one for one in known if any(id(parameter) in trained for parameter in one.parameters())]
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"prepare: one {type(optimizer).__name__} for {len(found)} models, an engine has one: give each an "
+                "optimizer, or put them into one module whose forward calls them"
+            )
+        if found:
+            return found[0]
         raise ConfigError(
             f"prepare: a {type(optimizer).__name__} without the module whose parameters it has; give prepare the "
             "module first, or both at once, for the engine needs them together"
@@ -220,8 +230,17 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Schedules, loaders, random numbers and registered objects as ever; each engine in a folder of its own."""
+        hooks = list(self._save_model_state_pre_hook.values())
         with self._without_engines():
             folder = super().save_state(output_dir, *args, **kwargs)
+        if hooks:
+            models = list(self._models)
+            states = [self.get_state_dict(model, unwrap=False) for model in models]
+            with ExitStack() as answers:
+                for model, state in zip(models, states, strict=True):
+                    answers.enter_context(answering(model, state))
+                for hook in hooks:
+                    hook(models, states, folder)
         for name, engine in self._by_folder():
             engine.save(Path(folder) / name)
         return folder
@@ -231,14 +250,23 @@ class Accelerator(accelerate.Accelerator):
         for number, model in enumerate(self._models):
             if FirstCall.awaited(model) and (folder / f"ebbtide-{number}").is_dir():
                 self._take(model, None)  # it was in an engine, without an optimizer
-        for name, engine in self._by_folder():
+        engines = self._by_folder()
+        for name, _ in engines:
             if not (folder / name).is_dir():
                 raise ConfigError(
                     f"load_state: {folder} has no {name}; expected one that this Accelerator saved"
                 )
-            engine.load(folder / name)
+        hooks = list(self._load_model_state_pre_hook.values())
         with self._without_engines():
-            return super().load_state(str(folder), *args, **kwargs)
+            super().load_state(str(folder), *args, **kwargs)
+        with ExitStack() as loads:
+            for _, engine in engines:
+                loads.enter_context(loading_into(engine))
+            models = list(self._models)
+            for hook in hooks:
+                hook(models, str(folder))
+        for name, engine in engines:
+            engine.load(folder / name)
 
     def _by_folder(self) -> list[tuple[str, Engine]]:
         """In the order in which models were prepared, as stock has them."""
@@ -252,14 +280,17 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Stock sees the models and optimizers that no engine has."""
-        models, optimizers = self._models, self._optimizers
+        """Stock sees the models and optimizers that no engine has, and none of the user's hooks, who see all."""
+        kept = {name: getattr(self, name) for name in private.SEEN}
         self._models = self._outside()
-        self._optimizers = [one for one in optimizers if not isinstance(one, _Steps)]
+        self._optimizers = [one for one in self._optimizers if not isinstance(one, _Steps)]
+        self._save_model_state_pre_hook = OrderedDict()
+        self._load_model_state_pre_hook = OrderedDict()
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            for name, value in kept.items():
+                setattr(self, name, value)
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _lightning as private
 from ebbtide.integrations._lightning_ranks import Ranks
-from ebbtide.integrations._models import take
+from ebbtide.integrations._models import holder, take
 from ebbtide.integrations._refused import refuse_placed
 from ebbtide.integrations._settings import Given, with_precision
 from ebbtide.integrations._versions import require
@@ -55,7 +55,7 @@ class EbbtidePrecision(Precision):
         found = self._wrap_closure(model, optimizer, closure)
         went, self._went = self._went, False
         if went:
-            optimizer.step(**kwargs)
+            self._strategy.engine_there.optimizer.step(**kwargs)
         return found
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
@@ -125,19 +125,15 @@ class EbbtideStrategy(Ranks):
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
-        if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):
-            raise UnsupportedError(
-                "StochasticWeightAveraging copies weights that may be away: leave it out, and take engine.ema(decay)"
-            )
+        _refuse_callbacks(trainer.callbacks)
         if self._layer_sync is not None:
             raise UnsupportedError(
                 "Trainer(sync_batchnorm=True): ranks would talk in the midst of a pass that is imagined: leave it out"
             )
         refuse_placed(module)
         super().setup(trainer)
-        if self.engine is not None and self.engine.module is module and not self.engine.closed:
-            if self.optimizers:
-                self.optimizers = [self.engine.optimizer]
+        fits = trainer.state.fn == TrainerFn.FITTING  # with optimizers that have just been made, as in stock
+        if not fits and holder(module) is not None and holder(module) is self.engine:
             return
         if len(self.optimizers) > 1:
             raise UnsupportedError(
@@ -145,10 +141,8 @@ class EbbtideStrategy(Ranks):
             )
         if not any(parameter.numel() for parameter in module.parameters()):
             return  # there is nothing to manage
-        given = self.optimizers[0] if self.optimizers else None
-        self.engine = take(module, self._settings_here(), given)
-        if given is not None:
-            self.optimizers = [self.engine.optimizer]
+        given = self.optimizers[0] if fits and self.optimizers else None
+        self.engine = take(module, self._settings_here(), given, frozen=not fits)
 
     def _settings_here(self) -> Config:
         """The Trainer chooses the devices."""
@@ -243,6 +237,13 @@ class EbbtideStrategy(Ranks):
             self.engine_there.load_state_dict(checkpoint["state_dict"], strict=strict)
             for state in checkpoint.get("optimizer_states", ())[:1]:  # of a stock checkpoint
                 self.engine_there.optimizer.load_state_dict(state)
+
+
+def _refuse_callbacks(callbacks: list[Any]) -> None:
+    for one in callbacks:
+        for kind in type(one).__mro__:
+            if kind.__name__ in private.REFUSED and kind.__module__.startswith("lightning"):
+                raise UnsupportedError(f"{type(one).__name__} {private.REFUSED[kind.__name__]}")
 
 
 def _beside(file: Any) -> Path:

@@ -11,9 +11,6 @@ clipping and precision come from TrainingArguments; `ebbtide=` has budgets and e
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,7 @@ from ebbtide.integrations import _transformers as private
 from ebbtide.integrations._models import give_back, holder, mark_prepared, take
 from ebbtide.integrations._refused import refuse_launched, refuse_placed
 from ebbtide.integrations._settings import Given, mixed_precision, named_in, with_precision
+from ebbtide.integrations._state_dicts import answering, loading_into
 from ebbtide.integrations._versions import require
 
 FOLDER = "ebbtide"
@@ -158,7 +156,7 @@ class Mixin(_Base):
         if state_dict is None and self.engine is not None:
             found: dict[str, Any] | None = getattr(self, "_weights", None)
             state_dict = self._state_dict() if found is None else found
-        with _answering(self.model, state_dict):
+        with answering(self.model, state_dict or {}):
             super()._save(output_dir, state_dict)
         if isinstance(self.model, transformers.PreTrainedModel) and self.engine is not None:
             # It has just been told the dtype that the engine computes in.
@@ -213,41 +211,8 @@ class Mixin(_Base):
         if list(folder.glob("*.safetensors")) and not list(folder.glob("adapter_*")):
             self.engine.load_weights(folder)
             return
-        with _loading_into(self.engine):
+        with loading_into(self.engine):
             of_trainer(str(folder))
-
-
-@contextmanager
-def _loading_into(engine: Engine) -> Iterator[None]:
-    """What is loaded into the module goes to its engine."""
-
-    def load(state: Mapping[str, torch.Tensor], *_: Any, **__: Any) -> Any:
-        return engine.load_state_dict(state, strict=False)
-
-    engine.module.load_state_dict = load  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del engine.module.load_state_dict
-
-
-@contextmanager
-def _answering(module: nn.Module, state: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
-    """Parts of the module are asked for their state_dict, by PEFT, on the rank that writes alone: they have it from
-    `state`, for the others would have to take part in gathering it."""
-    parts = dict(module.named_modules()) if state is not None else {}
-
-    def answer(start: str, *_: Any, prefix: str = "", **__: Any) -> dict[str, torch.Tensor]:
-        assert state is not None
-        return {prefix + key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
-
-    for name, part in parts.items():
-        part.state_dict = partial(answer, name and name + ".")
-    try:
-        yield
-    finally:
-        for part in parts.values():
-            del part.state_dict
 
 
 class Trainer(Mixin, transformers.Trainer):
