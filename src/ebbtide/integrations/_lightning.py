@@ -55,6 +55,6 @@ _AVERAGES = "copies weights that may be away: leave it out, and take engine.ema(
 REFUSED = {
     "StochasticWeightAveraging": _AVERAGES,
     "WeightAveraging": _AVERAGES,
-    "BaseFinetuning": "changes what is trained within fit, where the engine has the module: freeze and thaw before a fit",
+    "BaseFinetuning": "changes what is trained within fit, when the engine has the module: freeze and thaw before",
 }
 """Callbacks that do not go with an engine, by the names of their classes."""
