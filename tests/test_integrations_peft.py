@@ -11,6 +11,8 @@ from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, 
 from safetensors.torch import load_file
 from transformers import Trainer as Stock
 
+import ebbtide
+from ebbtide import forecast
 from ebbtide.integrations.transformers import Trainer
 from test_integrations_transformers import Rows, arguments, build, close_to, same, tight
 
@@ -81,6 +83,31 @@ def test_it_goes_on_bit_for_bit_and_loads_its_best(tmp_path: Path) -> None:
     )
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     ours.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_only_what_is_trained_has_gradients_and_state_and_so_it_is_foreseen(precision: str) -> None:
+    """The base's tensors lie between the adapter's, and in no chunk with them."""
+    model = adapted("lora")
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    device = {"kind": "cpu", "memory": "1GB"}
+    config = {"precision": precision, "device": device, "host": {"memory": 0}, "chunk_size": "32KiB"}
+    ids = torch.stack([Rows(2)[place]["input_ids"] for place in range(2)])
+    example = {"input_ids": ids, "labels": ids}
+    foreseen = forecast(model, "pc-8gb", example=example, config=config).outlook.bytes
+    engine = ebbtide.initialize(model, config)
+    for _ in range(2):
+        engine.backward(model(**example).loss)
+        engine.step()
+    found = engine.stats()["tags"]["device"]
+    engine.close()
+    space = 1024 * 13  # each of its tensors begins at a border of 1,024 elements
+    for kind in ("momentum", "variance"):
+        assert 4 * trained <= found[kind] <= 4 * (trained + space)
+    state = sum(found.get(kind, 0) for kind in ("master", "momentum", "variance"))
+    assert sum(tier.get("state", 0) for tier in foreseen.values()) == state
+    frozen = sum(one.numel() for one in model.parameters()) - trained
+    assert found["param"] >= (frozen + trained) * (4 if precision == "fp32" else 2)
 
 
 def test_an_adapter_is_switched_off_and_merged(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -196,6 +197,38 @@ def test_the_address_space_of_a_dtype_has_no_holes(cut: str, model: tuple[list[T
     assert layout.bytes == sum(end * ITEMSIZE[dtype] for dtype, end in space.items())
     assert layout.elements == sum(one.numel for one in model[0])
     assert layout.utilisation == layout.elements / layout.allocated
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@quick
+@given(model=models(), frozen=st.sets(st.integers(0, 39)))
+def test_what_is_trained_is_laid_out_as_if_it_were_alone_and_so_is_the_rest(
+    cut: str, model: tuple[list[TensorSpec], int], frozen: set[int]
+) -> None:
+    specs = [replace(one, trained=place not in frozen) for place, one in enumerate(model[0])]
+    layout = build(specs, cut, model[1])
+    pages: list[set[int]] = []
+    for trained in (True, False):
+        part = [one for one in specs if one.trained == trained]
+        names = {one.name for one in part}
+        mine = [chunk for chunk in layout.chunks if names & set(layout.names_of(chunk.index))]
+        pages.append({piece.page for chunk in mine for piece in layout.pages(chunk.index)})
+        if not part:
+            continue
+        alone = build(part, cut, model[1])
+        assert [layout.names_of(chunk.index) for chunk in mine] == [
+            alone.names_of(chunk.index) for chunk in alone.chunks
+        ]
+        assert [(one.dtype, one.size, one.used) for one in mine] == [
+            (one.dtype, one.size, one.used) for one in alone.chunks
+        ]
+        assert [layout.spans[name].offset for name in alone.spans] == [
+            span.offset for span in alone.spans.values()
+        ]
+    assert not pages[0] & pages[1]
+    taken = sorted((chunk.dtype, chunk.start, chunk.start + chunk.size) for chunk in layout.chunks)
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(taken))
+    assert layout.page_count == len(pages[0] | pages[1])
 
 
 @quick

@@ -76,7 +76,7 @@ def small_question(
         moment(event(GRADIENT, run), run, flops // 10)
     record = Record("test", tuple(moments), tuple(accesses), tuple(arrivals))
     tensors = tuple(TensorSpec(f"{i}.weight", (elements,), (1,), "bf16") for i in range(layers))
-    model = Model(tensors, (True,) * layers, tuple((i,) for i in range(layers)))
+    model = Model(tensors, tuple((i,) for i in range(layers)))
     ask = Ask(model, machine, Config.read({"layout": "tensor", **config}))
     return Question(ask, record, 1000)
 

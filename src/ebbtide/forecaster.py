@@ -298,7 +298,7 @@ class Forecaster:
         machine = self.budgeted(machine)
         seen = self.see(work, machine, layers, strategy)
         record = seen.trace.record
-        model = Model(seen.trace.tensors, seen.trace.trained, seen.trace.runs, seen.expert, seen.alike)
+        model = Model(seen.trace.tensors, seen.trace.runs, seen.expert, seen.alike)
         exchanges = _exchanges(record, seen) if machine.devices > 1 else {}
         ask = Ask(model, machine, self.config)
         return Question(ask, record, seen.tokens, exchanges, strategy, self._offload(work), seen.params)

@@ -38,7 +38,7 @@ def for_share(
     given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}
     config = Config.read(settings)
     seen = trace(module, given, PRECISIONS[config.precision])
-    ask = Ask(Model(seen.tensors, seen.trained, seen.runs), Machine.read("laptop"), config)
+    ask = Ask(Model(seen.tensors, seen.runs), Machine.read("laptop"), config)
     setup = set_up("ebbtide", ask)
     states = sum(setup.shape.state_bytes)
     low = seen.record.peak

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ebbtide.errors import LayoutError, nearest
 from ebbtide.layout.cuts import Cut, cut_chunks, cut_runs, cut_tensors
 from ebbtide.layout.search import SMALLEST, search_chunk_size
-from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Layout, Span, TensorSpec
+from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Layout, Span, TensorSpec, alike
 from ebbtide.units import round_up
 
 CUTS = ("chunk", "page", "tensor")
@@ -30,16 +30,18 @@ def build_layout(specs: Iterable[TensorSpec], cut: str = "chunk", chunk_size: in
 
     drafts: dict[int, Chunk] = {}  # by the position of the first tensor
     home: dict[int, int] = {}  # position of a tensor -> its chunk's key in drafts
-    for dtype, positions in _by_dtype(specs).items():
+    ends: dict[str, int] = {}
+    for (dtype, _), positions in alike(specs).items():
         made = _cut(cut, [_space(specs[position]) for position in positions], unit)
         keys: list[int] = []
-        start = 0
+        start = round_up(ends.get(dtype, 0), unit if cut == "page" else ALIGNMENT)
         for position, chunk in zip(positions, made.chunk_of, strict=True):
             if chunk == len(keys):
                 keys.append(position)
                 drafts[position] = Chunk(0, dtype, made.sizes[chunk], start, made.used[chunk])
                 start += made.sizes[chunk]
             home[position] = keys[chunk]
+        ends[dtype] = start
 
     index_of = {key: index for index, key in enumerate(sorted(drafts))}
     offsets = [0] * len(drafts)
@@ -91,14 +93,6 @@ def _check(specs: Sequence[TensorSpec], cut: str, chunk_size: int | None) -> Non
         )
 
 
-def _by_dtype(specs: Sequence[TensorSpec]) -> dict[str, list[int]]:
-    """Positions of the tensors of each dtype."""
-    positions: dict[str, list[int]] = {}
-    for position, spec in enumerate(specs):
-        positions.setdefault(spec.dtype, []).append(position)
-    return positions
-
-
 def _space(spec: TensorSpec) -> int:
     return round_up(spec.numel, ALIGNMENT)
 
@@ -114,7 +108,7 @@ def _default_unit(specs: Sequence[TensorSpec], cut: str) -> int:
         return search_chunk_size(specs).chunk_size
     if cut == "tensor":
         return ALIGNMENT
-    ends = [sum(_space(specs[position]) for position in one) for one in _by_dtype(specs).values()]
+    ends = [sum(_space(specs[position]) for position in one) for one in alike(specs).values()]
     page = PAGE_BYTES // ITEMSIZE[main_dtype(specs)]
     while page > SMALLEST and sum(-end % page for end in ends) > PAGE_WASTE_ACCEPTED * sum(ends):
         page //= 2

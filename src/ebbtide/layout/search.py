@@ -17,7 +17,7 @@ from itertools import accumulate, islice
 
 from ebbtide.errors import LayoutError
 from ebbtide.layout.cuts import cut_chunks
-from ebbtide.layout.spans import ALIGNMENT, TensorSpec
+from ebbtide.layout.spans import ALIGNMENT, TensorSpec, alike
 from ebbtide.units import round_up
 
 Ki, Mi = 1024, 1024 * 1024
@@ -53,12 +53,13 @@ class Search:
 
 def search_chunk_size(specs: Sequence[TensorSpec]) -> Search:
     """The chunk size in elements, near 32 Mi or a sixty-fourth of the model, whichever is less."""
-    sequences: dict[str, list[int]] = {}
-    for spec in specs:
-        sequences.setdefault(spec.dtype, []).append(round_up(spec.numel, ALIGNMENT))
+    sequences = [
+        [round_up(specs[position].numel, ALIGNMENT) for position in positions]
+        for positions in alike(specs).values()
+    ]
     if not sequences:
         raise LayoutError("expected at least one tensor to lay out, found none")
-    total = sum(map(sum, sequences.values()))
+    total = sum(map(sum, sequences))
     target = round_up(min(max(total // CHUNKS_WANTED, SMALLEST), TARGET), ALIGNMENT)
     low = max(target // 2, SMALLEST)
     high = max(min(4 * target, LARGEST, 2 * total // CHUNKS_WANTED), target)
@@ -68,8 +69,8 @@ def search_chunk_size(specs: Sequence[TensorSpec]) -> Search:
     tried: dict[int, Candidate] = {}
     for bottom, top, accepted in ((low, high, WASTE_ACCEPTED), (SMALLEST, low, WASTE_BORNE)):
         whole = set(_multiples(layers, bottom, top, aim=min(target, top)))
-        for size in {*whole, *_windows(sequences.values(), bottom, top), *_ladder(bottom, top)} - set(tried):
-            space = sum(cut_chunks(sequence, size).allocated for sequence in sequences.values())
+        for size in {*whole, *_windows(sequences, bottom, top), *_ladder(bottom, top)} - set(tried):
+            space = sum(cut_chunks(sequence, size).allocated for sequence in sequences)
             tried[size] = Candidate(size, payload / space, size in whole)
         best = _best(tried.values(), target, accepted)
         if best.utilisation >= 1 - WASTE_BORNE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -25,6 +25,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
+    trained: bool = True
+    """Tensors that are and those that are not never share a chunk, for only the first have gradients and state."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
@@ -64,6 +66,14 @@ class TensorSpec:
 
     def _refused(self, why: str) -> LayoutError:
         return LayoutError(f"tensor '{self.name}' {why}, or list it under 'unmanaged'")
+
+
+def alike(specs: Sequence[TensorSpec]) -> dict[tuple[str, bool], list[int]]:
+    """Positions of the tensors that may share a chunk: of one dtype, and all trained or none."""
+    positions: dict[tuple[str, bool], list[int]] = {}
+    for position, spec in enumerate(specs):
+        positions.setdefault((spec.dtype, spec.trained), []).append(position)
+    return positions
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ class Model:
     """What is trained, as the planner sees it."""
 
     tensors: tuple[TensorSpec, ...]
-    trained: tuple[bool, ...]
     runs: tuple[tuple[int, ...], ...]
     expert: tuple[bool, ...] = ()
     """By tensor: it belongs to an expert, of which this rank holds its share; other ranks hold other experts."""
@@ -291,8 +290,8 @@ def _setup(
 ) -> Setup:
     model = ask.model
     trained = [False] * len(layout.chunks)
-    for tensor, wanted in zip(model.tensors, model.trained, strict=True):
-        trained[layout.spans[tensor.name].chunk] |= wanted
+    for tensor in model.tensors:
+        trained[layout.spans[tensor.name].chunk] |= tensor.trained
     shared = _shared(model, layout) if ask.ranks > 1 else frozenset()
     slices, whole, states = [], [], []
     for chunk in layout.chunks:
@@ -317,7 +316,7 @@ def _setup(
         tuple(whole) if shared else (),
         pages,
         page_bytes,
-        tuple(n if wanted else 0 for n, wanted in zip(sizes, model.trained, strict=True)),
+        tuple(n if one.trained else 0 for n, one in zip(sizes, model.tensors, strict=True)),
         tuple(map(tuple, model.runs)),
     )
     return Setup(

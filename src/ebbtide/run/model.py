@@ -78,8 +78,8 @@ def specs_of(
     names: Sequence[str], parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]
 ) -> list[TensorSpec]:
     return [
-        TensorSpec(name, tuple(p.shape), tuple(p.stride()), SHORT_DTYPES[dtype])
-        for name, p, dtype in zip(names, map(part_of, parameters), dtypes, strict=True)
+        TensorSpec(name, tuple(p.shape), tuple(p.stride()), SHORT_DTYPES[dtype], parameter.requires_grad)
+        for name, parameter, p, dtype in zip(names, parameters, map(part_of, parameters), dtypes, strict=True)
     ]
 
 

@@ -155,7 +155,8 @@ def guard(session: Session, clear: Callable[[], None]) -> None:
 
     def refuse(module: nn.Module, *_: Any) -> NoReturn:
         raise UnsupportedError(
-            "load_state_dict() of a managed module would write into placeholders; use engine.load_state_dict()"
+            "load_state_dict() of a managed module would write into placeholders: use engine.load_state_dict(), or "
+            "engine.release() first (as before PEFT's load_adapter)"
         )
 
     for module in session.module.modules():

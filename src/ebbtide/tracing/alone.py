@@ -28,11 +28,14 @@ class Trace:
     record: Record
     tensors: tuple[TensorSpec, ...]
     """The module's parameters in definition order; a moment's gradient is one of these."""
-    trained: tuple[bool, ...]
     runs: tuple[tuple[int, ...], ...]
     """The parameters of each run: what is used together."""
     note: str = ""
     """Why the record is an estimate by layer type; empty where the pass was imagined."""
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        return tuple(tensor.trained for tensor in self.tensors)
 
 
 def trace(
@@ -102,11 +105,10 @@ def trace(
     finally:
         interceptor.remove()
     tensors = tuple(
-        TensorSpec(names[id(p)], tuple(p.shape), p.stride(), NAMES.get(kind, "fp32"))
+        TensorSpec(names[id(p)], tuple(p.shape), p.stride(), NAMES.get(kind, "fp32"), p.requires_grad)
         for p, kind in zip(parameters, dtypes, strict=True)
     )
-    trained = tuple(p.requires_grad for p in parameters)
-    return Trace(record, tensors, trained, tuple(run.parameters for run in runs), note)
+    return Trace(record, tensors, tuple(run.parameters for run in runs), note)
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

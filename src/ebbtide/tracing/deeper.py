@@ -215,9 +215,9 @@ def _saved(trace: Trace) -> _Rows:
 
 def _tensors(trace: Trace) -> _Rows:
     rows = []
-    for tensor, trained in zip(trace.tensors, trace.trained, strict=True):
+    for tensor in trace.tensors:
         parts = NUMBER.split(tensor.name)
-        kind = (tuple(parts[::2]), tensor.shape, tensor.stride, tensor.dtype, trained)
+        kind = (tuple(parts[::2]), tensor.shape, tensor.stride, tensor.dtype, tensor.trained)
         rows.append(_Row(kind, tuple(map(int, parts[1::2]))))
     return rows
 
@@ -264,9 +264,8 @@ def _made(like: Record, parts: dict[str, _Rows]) -> Trace:
         carried=carried,
         aside=aside,
     )
-    tensors = tuple(TensorSpec(_named(row.kind[0], row.numbers), *row.kind[1:4]) for row in parts["tensors"])
-    trained = tuple(row.kind[4] for row in parts["tensors"])
-    return Trace(record, tensors, trained, tuple(row.numbers for row in parts["runs"]))
+    tensors = tuple(TensorSpec(_named(row.kind[0], row.numbers), *row.kind[1:5]) for row in parts["tensors"])
+    return Trace(record, tensors, tuple(row.numbers for row in parts["runs"]))
 
 
 def _named(texts: tuple[str, ...], numbers: tuple[int, ...]) -> str:
