@@ -1,6 +1,6 @@
 """The three ways to cut a sequence of tensors into chunks, on plain numbers.
 
-A cut takes the sizes of the tensors of one dtype in definition order, already rounded up to the alignment,
+A cut takes the sizes of tensors that may share a chunk, in definition order and rounded up to the alignment,
 and says which chunk each goes to and how large the chunks are. It never reorders: within a chunk, tensors lie
 in definition order.
 """
