@@ -187,17 +187,23 @@ class EbbtideStrategy(Ranks):
         """No batch is repeated here, so that ranks may have one more or less; the others go through it, too."""
         if self.is_distributed:
             self._predicted = args
-            self.reduce_boolean_decision(True)
+            self._any_has_a_batch(True)
         return self._step("predict_step", *args, **kwargs)
 
     def on_predict_end(self) -> None:
-        while self.is_distributed and self.reduce_boolean_decision(False, all=False):
-            if not self._predicted:
-                raise StateError(
-                    "predict: this rank has no batch, another has one: give each rank one, or use one device"
-                )
+        while self.is_distributed and self._any_has_a_batch(False):
             self._step("predict_step", *self._predicted)
         self._predicted = ()
+
+    def _any_has_a_batch(self, this_one: bool) -> bool:
+        """All ranks say so together, and whether they had one to repeat."""
+        said = torch.tensor([this_one, not self._predicted], dtype=torch.int64, device=self.root_device)
+        more, empty = self.reduce(said, reduce_op="sum").tolist()
+        if more and empty:
+            raise StateError(
+                f"predict: {empty} of {self.world_size} ranks have no batch: give each one, or use one device"
+            )
+        return more > 0
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
