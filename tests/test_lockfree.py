@@ -470,13 +470,12 @@ def test_the_loss_falls_as_it_does_exactly(folder: Path) -> None:
 
 
 class Partly(nn.Module):
-    """One chunk has parameters with gradients, without, and frozen ones."""
+    """One chunk has parameters with gradients, without, and ones that were frozen later."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.used, self.unused, self.frozen = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor, everything: bool = False) -> torch.Tensor:
         x = self.used(self.frozen(x))
@@ -487,12 +486,14 @@ class Partly(nn.Module):
 @pytest.mark.parametrize("master", ["split", "separate"])
 def test_values_without_gradients_stay_what_they_are(folder: Path, host: bool, master: str) -> None:
     ssd = {"folder": str(folder), "memory": "16MB"}
+    module = Partly()
     engine = ebbtide.initialize(
-        Partly(),
+        module,
         config_of(updates="lock-free", placement="host", master=master, chunk_size="1MB", ssd=ssd)
         | {"device": {"kind": "cpu", "memory": 2_000_000}, "host": {"memory": 4_000_000 * host}},
     )
     assert len(engine._session.layout.chunks) == 1
+    module.frozen.requires_grad_(False)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for _ in range(3):
         engine.backward(engine(x).float().square().mean())
