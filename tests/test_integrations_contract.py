@@ -14,7 +14,7 @@ import torch
 import transformers
 import trl
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, launchers
+from lightning.pytorch.strategies import ParallelStrategy, Strategy, launchers
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from ebbtide.errors import UnsupportedError
@@ -114,6 +114,7 @@ def test_lightning_has_what_the_strategy_replaces_and_calls() -> None:
     for name in _lightning.PRECISION:
         assert callable(getattr(Precision, name, None)), f"Precision.{name} is gone"
     assert hasattr(launchers, _lightning.LAUNCHER)
+    assert f"self.{_lightning.LAUNCHED_BY}" in inspect.getsource(Strategy.launcher.fget)
     source = inspect.getsource(_AcceleratorConnector)
     for name in _lightning.SET:
         assert f'hasattr(self.strategy, "{name}")' in source, f"the Trainer does not look for {name}"

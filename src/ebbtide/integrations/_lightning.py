@@ -44,8 +44,8 @@ SET = ("num_nodes", "set_world_ranks", "_layer_sync")
 """Of a strategy: what the Trainer sets or calls where a strategy has it."""
 PRECISION = ("backward", "optimizer_step", "clip_grad_by_norm", "clip_grad_by_value", "_wrap_closure")
 """Of the plugin: what is replaced, and what is called."""
-LAUNCHER = Launcher.__name__
-"""Starts a script once for each further device."""
+LAUNCHER, LAUNCHED_BY = Launcher.__name__, "_launcher"
+"""Starts a script once for each further device; and where a strategy keeps it."""
 NAMES: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """What the Trainer calls the engine's precisions."""
 PRECISIONS = {name: one for one, name in NAMES.items()} | {"bf16-true": "bf16", "16-true": "fp16"}
