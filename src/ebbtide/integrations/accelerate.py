@@ -117,8 +117,11 @@ class Accelerator(accelerate.Accelerator):
     def _of(self, optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> nn.Module:
         """The module whose parameters the optimizer has: one of these, or one that was prepared before."""
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        known = dict.fromkeys((*modules, *self._models))
-        found = [one for one in known if any(id(parameter) in trained for parameter in one.parameters())]
+        known = {one: set(map(id, one.parameters())) for one in (*modules, *self._models)}
+        found = [one for one, parameters in known.items() if parameters & trained]
+        for one in found:
+            if trained <= known[one]:
+                return one
         if len(found) > 1:
             raise UnsupportedError(
                 f"prepare: one {type(optimizer).__name__} for {len(found)} models, an engine has one: give each an "
