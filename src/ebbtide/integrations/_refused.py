@@ -40,7 +40,7 @@ def _refuse(what: str, why: str) -> NoReturn:
 
 
 def refuse_launched() -> None:
-    """`accelerate launch` was told to use somebody else."""
+    """Where the environment says that `accelerate launch` was told to use DeepSpeed, FSDP, Megatron or a compiler."""
     for name, off, why in _accelerate.LAUNCHED:
         found = os.environ.get(name, off)
         if found.lower() != off:
