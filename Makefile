@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard src/ebbtide/kernels/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
-	-$(BIN)/python -m ebbtide.kernels.build
+	-$(BIN)/python -m ebbtide.kernels.compiler
 	touch $@
 
 demo: install

@@ -12,7 +12,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-SOURCE = Path(__file__).parent / "src" / "ebbtide" / "kernels" / "build.py"
+SOURCE = Path(__file__).parent / "src" / "ebbtide" / "kernels" / "compiler.py"
 
 
 class WithKernels(build_py):

@@ -14,8 +14,8 @@ from torch import nn
 
 import ebbtide
 from ebbtide.layout import build_layout
-from ebbtide.plan.place import make_plan
-from ebbtide.plan.shape import ModelShape, Settings
+from ebbtide.planner.placement import make_plan
+from ebbtide.planner.shape import ModelShape, Settings
 from ebbtide.units import format_size
 
 WIDTH, LAYERS, BATCH = 256, 8, 64

@@ -33,10 +33,10 @@ def imagined_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Not in long proofs, for to imagine a pass must not break a budget either, nor in those about it
     (`IMAGINES = True`)."""
     if "heavy" not in request.keywords and not getattr(request.module, "IMAGINES", False):
-        from ebbtide.run import recording
+        from ebbtide.runtime.planning import tracer
         from imagined import once
 
-        monkeypatch.setattr(recording, "trace_symbolically", once(recording.trace_symbolically, _imagined))
+        monkeypatch.setattr(tracer, "trace_symbolically", once(tracer.trace_symbolically, _imagined))
 
 
 _imagined: dict[Hashable, Any] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.disk.space import BLOCK, READ, WRITE, SystemIO
+from ebbtide.memory.disk.space import BLOCK, READ, WRITE, SystemIO
 
 MIB = 1 << 20
 

@@ -42,10 +42,10 @@ def _work(rank: int, size: int, store: str, remember: bool, asked: Any, answers:
     import torch.distributed as dist
 
     if remember:
-        from ebbtide.run import recording
+        from ebbtide.runtime.planning import tracer
         from imagined import once
 
-        recording.trace_symbolically = once(recording.trace_symbolically)  # type: ignore[assignment]
+        tracer.trace_symbolically = once(tracer.trace_symbolically)  # type: ignore[assignment]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (order := asked.get()) is not None:
         number, function, arguments = order

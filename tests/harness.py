@@ -15,7 +15,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError
-from ebbtide.intercept.sums import carried_out
+from ebbtide.tracing.hooks.gradient_sums import carried_out
 
 LR = 1e-3
 

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 import zoo
-from ebbtide.record import Record
-from ebbtide.tracing.cost import tensors_in
+from ebbtide.planner.record import Record
 from ebbtide.tracing.meter import storage_bytes
+from ebbtide.tracing.operator_cost import tensors_in
 
 PLAIN = (bool, int, float, str, type(None))
 

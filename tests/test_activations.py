@@ -15,15 +15,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ebbtide
 import zoo
-from ebbtide.backend import CpuBackend
-from ebbtide.backend.cpu import CopyEvent
 from ebbtide.config import Config
+from ebbtide.devices import CpuBackend
+from ebbtide.devices.cpu_device import CopyEvent
 from ebbtide.engine import Engine, Tiers
 from ebbtide.errors import BudgetError, ConfigError, StateError
-from ebbtide.memory.ledger import Ledger
-from ebbtide.plan.activations import ALL, CHECKPOINTS, send_away
-from ebbtide.record import Moment, Record, Saved, event
-from ebbtide.run.activations import Activations
+from ebbtide.memory.budget import Ledger
+from ebbtide.planner.activation_trips import ALL, CHECKPOINTS, send_away
+from ebbtide.planner.record import Moment, Record, Saved, event
+from ebbtide.runtime.activations.offload import ActivationOffload
 from harness import Count, config_of, expected, facts, least_budget
 from sampling import some
 from test_exact import CHANGES, check
@@ -42,7 +42,7 @@ EVERY = [
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The zoo's activations are smaller than what is worth a copy."""
-    monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
+    monkeypatch.setattr("ebbtide.tracing.saved_storages.SMALLEST", 1024)
 
 
 @pytest.fixture
@@ -163,8 +163,10 @@ def train_long(checkpointing: bool, **changes: Any) -> tuple[str, int, dict[str,
 def test_the_peak_falls_by_what_was_planned(
     checkpointing: bool, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    depart = Activations.depart  # where there is room, nobody waits for copies; here no link is ever too slow
-    monkeypatch.setattr(Activations, "depart", lambda self, place, room: depart(self, place, -1))
+    depart = (
+        ActivationOffload.depart
+    )  # where there is room, nobody waits for copies; here no link is ever too slow
+    monkeypatch.setattr(ActivationOffload, "depart", lambda self, place, room: depart(self, place, -1))
     roomy = {"device": {"memory": "1GB"}, **HOST}
     sha, before, stats, moved = train_long(checkpointing, **roomy)
     other_sha, after, other, gone = train_long(checkpointing, **roomy, offload_activations=which)
@@ -259,7 +261,7 @@ def test_two_forwards_before_one_backward(make: Any) -> None:
 
 
 def test_without_a_plan_all_leaves_and_comes_on_demand(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.run.recording.trace_symbolically", fail)
+    monkeypatch.setattr("ebbtide.runtime.planning.tracer.trace_symbolically", fail)
     engine = make(device={"memory": 1_800_000}, **HOST)
     loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
     assert engine._session.course.plan is None

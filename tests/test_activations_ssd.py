@@ -16,15 +16,15 @@ import torch
 import ebbtide
 import zoo
 from disks import FaultyIO
-from ebbtide.backend import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import READ, WRITE, DiskSpace
+from ebbtide.devices import CpuBackend
 from ebbtide.engine import Engine, Tiers
 from ebbtide.errors import BudgetError, DiskError, IntegrityError
-from ebbtide.memory.ledger import Ledger
-from ebbtide.memory.passage import Passage
-from ebbtide.plan.activations import ALL, CHECKPOINTS, Room, send_away
-from ebbtide.plan.stage import passage_bytes
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.space import READ, WRITE, DiskSpace
+from ebbtide.memory.ssd_passage import Passage
+from ebbtide.planner.activation_trips import ALL, CHECKPOINTS, AwayRoom, send_away
+from ebbtide.planner.sizes import passage_bytes
 from harness import Count, config_of, expected
 from sampling import crossed, some
 from test_activations import fail, fail_in_backward, long_batch, long_model, some_record
@@ -40,7 +40,7 @@ LESS = [("gpt2", "non-reentrant", "checkpoints"), ("vit", "reentrant", "all")]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The zoo's activations are smaller than what is worth a copy."""
-    monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
+    monkeypatch.setattr("ebbtide.tracing.saved_storages.SMALLEST", 1024)
 
 
 def check(
@@ -195,7 +195,7 @@ def test_a_slow_disk_costs_time_and_no_memory(make: Any, reference: str, host: i
 @pytest.mark.parametrize("host", [0, 3_000_000])
 def test_without_a_plan(make: Any, reference: str, monkeypatch: pytest.MonkeyPatch, host: int) -> None:
     """What the host has no room for goes to SSD, and comes when backward asks for it."""
-    monkeypatch.setattr("ebbtide.run.recording.trace_symbolically", fail)
+    monkeypatch.setattr("ebbtide.runtime.planning.tracer.trace_symbolically", fail)
     engine = make(24_000_000, host)
     loss = engine(**long_batch(0)).loss
     assert engine._session.course.plan is None
@@ -368,14 +368,14 @@ def test_what_the_host_lacks_goes_to_ssd(beside: bool) -> None:
         everything = send_away(record, ALL, spent=0)[1]
         assert not everything.on_ssd
         host = 0 if beside else everything.bytes // 2
-        _, away = send_away(record, ALL, spent=0, room=Room(host, 1 << 40, beside))
+        _, away = send_away(record, ALL, spent=0, room=AwayRoom(host, 1 << 40, beside))
         assert away.bytes == everything.bytes
         assert beside or away.host_bytes + away.staging <= host or not away.host_bytes
         assert away.staging == (
             0 if beside or not away.on_ssd else passage_bytes(max(t.bytes for t in away.on_ssd))
         )
         assert away.traffic == 2 * (away.ssd_bytes if beside else away.bytes + away.ssd_bytes)
-        roomy = send_away(record, ALL, room=Room(1 << 40, 1 << 40))[1]
+        roomy = send_away(record, ALL, room=AwayRoom(1 << 40, 1 << 40))[1]
         assert not roomy.on_ssd
         longest = max(everything.trips.values(), key=lambda t: t.come - t.gone, default=None)
         if away.on_ssd and longest is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.run.ahead import Ahead
-from ebbtide.run.wishes import GATHER, REDUCE
+from ebbtide.runtime.distributed.agreement import GATHER, REDUCE
+from ebbtide.runtime.distributed.collective_cache import CollectiveCache
 
 Pass = list[tuple[int, list[int]]]
 """Agreements, each with the gathers that are wanted after it."""
 
 
-def play(ahead: Ahead, passes: list[Pass], others: int = 0) -> list[tuple[int, bool]]:
+def play(ahead: CollectiveCache, passes: list[Pass], others: int = 0) -> list[tuple[int, bool]]:
     """What was gathered, and whether that was promised. `others`: how far another rank had a use for promises."""
     found = []
 
@@ -44,14 +44,14 @@ def play(ahead: Ahead, passes: list[Pass], others: int = 0) -> list[tuple[int, b
 
 def test_what_came_twice_is_promised() -> None:
     step = [(7, [0, 1, 2]), (8, [3])]
-    found = play(Ahead(), [step] * 4)
+    found = play(CollectiveCache(), [step] * 4)
     assert [index for index, _ in found] == [0, 1, 2, 3] * 4
     assert [promised for _, promised in found] == [False] * 8 + [True] * 8
 
 
 def test_what_came_once_is_not() -> None:
     usual, once = [(7, [0, 1])], [(7, [0, 1, 5])]
-    found = play(Ahead(), [usual, usual, once, usual, usual])
+    found = play(CollectiveCache(), [usual, usual, once, usual, usual])
     assert (
         found
         == [(0, False), (1, False)] * 2 + [(0, True), (1, True), (5, False)] + [(0, True), (1, True)] * 2
@@ -60,18 +60,21 @@ def test_what_came_once_is_not() -> None:
 
 def test_what_nobody_wants_any_more_is_not_promised_again() -> None:
     long, short = [(7, [0, 1, 2])], [(7, [0])]
-    found = play(Ahead(), [long, long, short, short, short])
+    found = play(CollectiveCache(), [long, long, short, short, short])
     assert found[6:9] == [(0, True), (1, True), (2, True)]
     assert found[9:] == [(0, True)] * 2
 
 
 def test_what_another_rank_wants_is() -> None:
     long, short = [(7, [0, 1, 2])], [(7, [0])]
-    assert play(Ahead(), [long, long, short, short], others=3)[6:] == [(0, True), (1, True), (2, True)] * 2
+    assert (
+        play(CollectiveCache(), [long, long, short, short], others=3)[6:]
+        == [(0, True), (1, True), (2, True)] * 2
+    )
 
 
 def test_nothing_is_promised_beyond_a_pass() -> None:
-    ahead = Ahead()
+    ahead = CollectiveCache()
     play(ahead, [[(7, [0])]] * 3)
     assert ahead.promised is None
     ahead.agreed(REDUCE, 7)
@@ -81,7 +84,7 @@ def test_nothing_is_promised_beyond_a_pass() -> None:
 
 def test_what_could_not_be_done_ends_what_is_promised() -> None:
     """Until it was done twice again."""
-    ahead = Ahead()
+    ahead = CollectiveCache()
     step = [(7, [0, 1, 2])]
     play(ahead, [step] * 2)
     ahead.begin()
@@ -98,7 +101,7 @@ def test_what_could_not_be_done_ends_what_is_promised() -> None:
 
 
 def test_passes_that_are_never_alike_do_not_fill_the_memory() -> None:
-    ahead = Ahead()
+    ahead = CollectiveCache()
     for subject in range(120_000):
         ahead.begin()
         ahead.agreed(REDUCE, subject)
@@ -113,7 +116,7 @@ passes = st.lists(
 
 @given(passes)
 def test_all_that_is_wanted_is_gathered(wanted_passes: list[Pass]) -> None:
-    found = play(Ahead(), wanted_passes)
+    found = play(CollectiveCache(), wanted_passes)
     wanted = [index for one in wanted_passes for _, run in one for index in run]
     rest = iter(index for index, _ in found)
     assert all(any(index == other for other in rest) for index in wanted)  # in this order, among others

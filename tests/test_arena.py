@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.backend import cuda
-from ebbtide.backend.arena import SEGMENT, Arena
-from ebbtide.backend.cuda import CudaBackend
+from ebbtide.devices import cuda_device
+from ebbtide.devices.arena import SEGMENT, Arena
+from ebbtide.devices.cuda_device import CudaBackend
 from ebbtide.errors import BudgetError
 
 PAGE = 4096
@@ -191,10 +191,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: None)
-    monkeypatch.setattr(cuda, "_expandable_segments", lambda: None)
-    monkeypatch.setattr(cuda, "_open_products", lambda device: None)
-    monkeypatch.setattr(cuda, "_forget_last_error", lambda: None)
-    monkeypatch.setattr(cuda, "REGISTERED", Arena(cuda._register, cuda._unregister, least=1 << 20))
+    monkeypatch.setattr(cuda_device, "_expandable_segments", lambda: None)
+    monkeypatch.setattr(cuda_device, "_open_products", lambda device: None)
+    monkeypatch.setattr(cuda_device, "_forget_last_error", lambda: None)
+    monkeypatch.setattr(
+        cuda_device, "REGISTERED", Arena(cuda_device._register, cuda_device._unregister, least=1 << 20)
+    )
     return made
 
 

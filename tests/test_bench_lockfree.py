@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.bench.lockfree import EXACT, FREE, _kinds
+from ebbtide.bench.lock_free_steps import EXACT, FREE, _kinds
 from ebbtide.bench.steps import Ours, tokens
 from ebbtide.cli.app import run
 from ebbtide.models import find_model

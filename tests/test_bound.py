@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.bench.ssd import bound_of
-from ebbtide.plan.bound import least_streamed, least_traffic
-from ebbtide.plan.forecast import Question
-from ebbtide.plan.shape import Settings
-from ebbtide.plan.strategies import set_up
+from ebbtide.bench.ssd_steps import bound_of
+from ebbtide.forecast.simulation.bound import least_streamed, least_traffic
+from ebbtide.forecast.simulation.outlook import Question
+from ebbtide.forecast.simulation.strategies import set_up
+from ebbtide.planner.shape import Settings
 from test_simulate import MACHINE, small_question
 
 LAYERS, ELEMENTS = 6, 1 << 20

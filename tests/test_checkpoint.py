@@ -21,12 +21,12 @@ import torch
 import ebbtide
 import reference
 import zoo
-from ebbtide.backend.pages import map_memory
-from ebbtide.disk.extents import BLOCK
+from ebbtide.checkpoint import dcp_planners, folders, rank_files, shards
+from ebbtide.checkpoint.folders import INDEX, RunFolder
+from ebbtide.checkpoint.index import read_index
+from ebbtide.devices.pool import map_memory
 from ebbtide.errors import ConfigError, DiskError, IntegrityError, StateError
-from ebbtide.state import checkpoint, files, folders, shards
-from ebbtide.state.folders import INDEX, Run
-from ebbtide.state.index import read_index
+from ebbtide.memory.disk.extents import BLOCK
 from ebbtide.units import round_up
 from harness import LR, batch_of, config_of, facts
 
@@ -37,7 +37,7 @@ TIERS = ("all", "host", "ssd-host", "ssd")
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written from where it lies: here, all but the smallest."""
-    monkeypatch.setattr(checkpoint, "LENT", 2 * BLOCK)
+    monkeypatch.setattr(dcp_planners, "LENT", 2 * BLOCK)
 
 
 def tiers(name: str, where: str, folder: Path, base: dict[str, Any]) -> dict[str, Any]:
@@ -313,13 +313,13 @@ def test_the_newest_are_kept(folder: Path) -> None:
     for step in range(4):
         train(engine, "gpt2", step, step + 1)
         found = engine.save(folder, keep=2)
-    assert [one.name for one in Run(folder).complete()] == ["step-00000003", "step-00000004"]
-    assert Run(folder).latest() == found
+    assert [one.name for one in RunFolder(folder).complete()] == ["step-00000003", "step-00000004"]
+    assert RunFolder(folder).latest() == found
     folders.wait_for_removals()
     kept = ["latest", "step-00000003", "step-00000004"]
     assert sorted(p.name for p in folder.iterdir()) == [".spare", *kept]
     again = engine.save(folder)
-    assert again.name == "step-00000004-1" and Run(folder).latest() == again
+    assert again.name == "step-00000004-1" and RunFolder(folder).latest() == again
     engine.load(folder / "step-00000003")
     assert engine.steps == 3
     engine.close()
@@ -334,16 +334,16 @@ def test_a_run_that_went_back_keeps_what_it_writes(folder: Path) -> None:
     engine.load(folder / "step-00000001")
     train(engine, "gpt2", 1, 2)
     found = engine.save(folder, keep=2)
-    assert [one.name for one in Run(folder).complete()] == ["step-00000003", "step-00000002-1"]
+    assert [one.name for one in RunFolder(folder).complete()] == ["step-00000003", "step-00000002-1"]
     (folder / "latest").unlink()
-    assert Run(folder).latest() == found
+    assert RunFolder(folder).latest() == found
     engine.close()
 
 
 def test_parts_of_a_model_keep_a_checkpoint_that_all_have(folder: Path) -> None:
-    runs = [Run(folder / f"part-{place}-of-2") for place in range(2)]
+    runs = [RunFolder(folder / f"part-{place}-of-2") for place in range(2)]
 
-    def write(run: Run, step: int) -> None:
+    def write(run: RunFolder, step: int) -> None:
         with run.writing(step) as (partial, _):
             (partial / folders.INDEX).write_text("{}")
         run.keep(1)
@@ -378,10 +378,10 @@ def test_a_folder_that_fails_is_told_as_a_disk(
         elif call == "flock":
             broken.setattr(folders.fcntl, "flock", fail)
         else:
-            broken.setattr(Run, "keep", fail)
+            broken.setattr(RunFolder, "keep", fail)
         with pytest.raises(DiskError, match="No locks available"):
             engine.save(folder, keep=1)
-    assert Run(folder).latest() is not None and first.exists()
+    assert RunFolder(folder).latest() is not None and first.exists()
     train(engine, "gpt2", 0, 1)
     engine.save(folder, keep=1)
     engine.close()
@@ -483,7 +483,7 @@ def test_a_full_disk_leaves_the_old_one_and_training_goes_on(
         patch.setattr(shards, "SystemIO", lambda: Faulty(fault))
         with pytest.raises(DiskError, match="No space left"):
             engine.save(folder)
-    assert Run(folder).complete() == [old] and len(list(folder.iterdir())) == 2
+    assert RunFolder(folder).complete() == [old] and len(list(folder.iterdir())) == 2
     assert found + train(engine, "gpt2", HALF, WHOLE) == losses[1:]
     assert engine.weights_sha256() == sha
     engine.load(folder)
@@ -521,9 +521,9 @@ def test_bytes_come_from_buffers_and_from_where_they_lie(folder: Path) -> None:
     draw = random.Random(0)
     memory = map_memory(1 << 20)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
-    file = files.File(folder / "file", os.O_RDWR | os.O_CREAT, shards.SystemIO())
+    file = rank_files.File(folder / "file", os.O_RDWR | os.O_CREAT, shards.SystemIO())
     expected = []
-    with files.Queue(file, 0) as queue:
+    with rank_files.Queue(file, 0) as queue:
         for _ in range(40):
             first = draw.randrange(1 << 19)
             part = memory[first : first + draw.randrange(2 * BLOCK, 1 << 19)]
@@ -546,13 +546,13 @@ def test_large_masters_are_written_from_where_they_lie(
 ) -> None:
     """Nothing is put together for the disk: what is split stays so, and is joined by who reads it."""
     filled = []
-    fill = checkpoint._Writing.fill
+    fill = dcp_planners._Writing.fill
 
     def noted(self: Any, item: Any, memory: torch.Tensor) -> None:
         filled.append((item.index.fqn, memory.numel()))
         fill(self, item, memory)
 
-    monkeypatch.setattr(checkpoint._Writing, "fill", noted)
+    monkeypatch.setattr(dcp_planners._Writing, "fill", noted)
     engine = start("gpt2", config_of(master=master))
     train(engine, "gpt2", 0, 1)
     metadata = read_index(engine.save(folder))
@@ -613,8 +613,8 @@ class RefusesTwo(shards.SystemIO):
 def test_two_writers_are_refused_direct_access_at_once(folder: Path) -> None:
     memory = map_memory(4 * BLOCK)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8))
-    file = files.File(folder / "file", os.O_RDWR | os.O_CREAT, RefusesTwo())
-    with files.Queue(file, 0) as queue:
+    file = rank_files.File(folder / "file", os.O_RDWR | os.O_CREAT, RefusesTwo())
+    with rank_files.Queue(file, 0) as queue:
         places = [queue.lend(part) for part in memory.split(2 * BLOCK)]
     file.close()
     assert places == [0, 2 * BLOCK]
@@ -705,6 +705,6 @@ def test_no_checkpoint_there(place: str, folder: Path) -> None:
             engine.save(path)
     with pytest.raises(ConfigError, match="made of tensors"):
         engine.save(folder / "odd", {"object": object()})
-    assert not Run(folder / "odd").complete()
+    assert not RunFolder(folder / "odd").complete()
     train(engine, "gpt2", 1, 2)
     engine.close()

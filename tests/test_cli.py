@@ -453,15 +453,15 @@ def test_told_to_end_it_saves_before_all_else(
     small: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever told it gives it seconds; to be told again changes nothing."""
+    from ebbtide.checkpoint.folders import RunFolder
     from ebbtide.cli.loop import Training
-    from ebbtide.state.folders import Run
 
     seen: list[int] = []
     summary = Training.summary
 
     def summed(training: Training) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGTERM)
-        seen.append(len(Run(tmp_path / "out" / "checkpoints").complete()))
+        seen.append(len(RunFolder(tmp_path / "out" / "checkpoints").complete()))
         return summary(training)
 
     def advance(self: Any, number: int) -> None:

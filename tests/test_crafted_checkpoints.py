@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.disk.extents import BLOCK
+from ebbtide.checkpoint.dcp_planners import FACTS
+from ebbtide.checkpoint.folders import INDEX
 from ebbtide.errors import ConfigError, DiskError, IntegrityError
-from ebbtide.state.checkpoint import FACTS
-from ebbtide.state.folders import INDEX
+from ebbtide.memory.disk.extents import BLOCK
 from ebbtide.units import round_up
 from group import group_of
 from harness import config_of

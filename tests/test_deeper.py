@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.forecaster import Forecaster, Workload
+from ebbtide.forecast.deep_models import SHALLOW, foresee, layers_alike
+from ebbtide.forecast.forecaster import Forecaster, Workload
+from ebbtide.forecast.simulation.machine import Machine
 from ebbtide.models import ModelSpec, find_model
-from ebbtide.models.alike import layers_alike
 from ebbtide.models.spec import spec_of
-from ebbtide.plan.machine import Machine
-from ebbtide.record import Record
-from ebbtide.tracing.alone import Trace
-from ebbtide.tracing.deeper import SHALLOW, foresee
+from ebbtide.planner.record import Record
+from ebbtide.tracing.standalone import Trace
 from sampling import crossed
 
 MACHINE = Machine.read("a100-node").with_devices(8)

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disks import MIB, FaultyIO, memory, stored, uses
-from ebbtide.disk import vectors
-from ebbtide.disk.extents import Extents
-from ebbtide.disk.space import BLOCK, READ, STRIPE, WRITE, DiskSpace, Extent
 from ebbtide.errors import BudgetError, DiskError, StateError
+from ebbtide.memory.disk import vectors
+from ebbtide.memory.disk.extents import Extents
+from ebbtide.memory.disk.space import BLOCK, READ, STRIPE, WRITE, DiskSpace, Extent
 
 # -- round trips --------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def test_a_space_is_memory(
         path.mkdir()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr("ebbtide.disk.space.STRIPE", 2 * BLOCK)
+        patch.setattr("ebbtide.memory.disk.space.STRIPE", 2 * BLOCK)
         patch.setattr(vectors, "BOUNCE", 4 * BLOCK)
         patch.setattr(vectors, "MAX_CALL", 6 * BLOCK)
         space = DiskSpace(paths, 64 * BLOCK, checksums=True, io=FaultyIO(direct=direct))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from disks import MIB, FaultyIO, memory, stored
-from ebbtide.disk.space import BLOCK, READ, WRITE, DiskSpace
 from ebbtide.errors import DiskError, IntegrityError, StateError
+from ebbtide.memory.disk.space import BLOCK, READ, WRITE, DiskSpace
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -218,7 +218,7 @@ def test_a_close_that_is_interrupted_can_be_repeated(folder: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ebbtide.disk.lanes.Lane.join", interrupt)
+        patch.setattr("ebbtide.memory.disk.lanes.Lane.join", interrupt)
         with pytest.raises(KeyboardInterrupt):
             space.close()
     with pytest.raises(StateError, match="the space is closed"):

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from disks import MIB, FaultyIO, memory, stored
-from ebbtide.disk.files import LOCK
-from ebbtide.disk.space import BLOCK, DiskSpace, SystemIO
 from ebbtide.errors import BudgetError, ConfigError, DiskError
+from ebbtide.memory.disk.data_files import LOCK
+from ebbtide.memory.disk.space import BLOCK, DiskSpace, SystemIO
 
 
 def test_no_space_is_found_at_once(folder: Path) -> None:
@@ -107,7 +107,7 @@ def test_without_direct_access_there_is_one_warning(tmp_path: Path) -> None:
 def run(code: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
     text = (
         "import os, signal, sys, time, torch, warnings\nwarnings.simplefilter('ignore')\n"
-        f"from ebbtide.disk.space import DiskSpace\nfolder = {str(folder)!r}\n{code}"
+        f"from ebbtide.memory.disk.space import DiskSpace\nfolder = {str(folder)!r}\n{code}"
     )
     return subprocess.Popen(
         [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options

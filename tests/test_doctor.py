@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ebbtide.cli.app import run
-from ebbtide.doctor import disk, operators
-from ebbtide.doctor.advice import advise
-from ebbtide.doctor.system import System
 from ebbtide.errors import ConfigError
-from ebbtide.plan.machine import Machine
-from ebbtide.record import ATTENTION, MATMUL
+from ebbtide.forecast.doctor import disk_rates, operators
+from ebbtide.forecast.doctor.advice import advise
+from ebbtide.forecast.doctor.system import System
+from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.planner.record import ATTENTION, MATMUL
 
 IMAGINES = True
 
@@ -95,10 +95,10 @@ def test_bad_input(
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"has .* free, and measuring takes 1.* PiB"):
-        disk.measure(tmp_path, 2**50, 1, 1.0)
+        disk_rates.measure(tmp_path, 2**50, 1, 1.0)
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(OSError, match="is the disk full"):
-        disk.measure(tmp_path, 64 << 20, 1, 1.0)
+        disk_rates.measure(tmp_path, 64 << 20, 1, 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,7 +112,7 @@ def test_file_systems_without_direct_access(tmp_path: Path, monkeypatch: pytest.
         return real(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuses)
-    found = disk.measure(tmp_path, 64 << 20, 1, 1.0)
+    found = disk_rates.measure(tmp_path, 64 << 20, 1, 1.0)
     assert not found.direct and min(found.read, found.write, found.mixed) > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -187,8 +187,8 @@ def test_advice(system: dict[str, Any], raw: dict[str, Any], fragments: list[str
 @pytest.mark.heavy
 def test_tables_against_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints what the tables say of real models and what those take; `-s` shows it."""
-    from ebbtide.backend.heap import tune_memory
-    from ebbtide.doctor import check
+    from ebbtide.devices.heap import tune_memory
+    from ebbtide.forecast.doctor import check
 
     tune_memory(scarce=False)  # as the command does
     rows = check.run()

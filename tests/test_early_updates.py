@@ -15,16 +15,16 @@ from torch import nn
 import ebbtide
 import zoo
 from disks import FaultyIO
-from ebbtide.backend import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import READ, WRITE, DiskSpace
+from ebbtide.devices import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.errors import BudgetError, DiskError
+from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.ledger import Ledger
-from ebbtide.plan import search
-from ebbtide.run.tiers import Tiers
-from ebbtide.run.updater import Updater
+from ebbtide.memory.disk.space import READ, WRITE, DiskSpace
+from ebbtide.planner import search
+from ebbtide.runtime.process_tiers import Tiers
+from ebbtide.runtime.updates.update_queue import UpdateQueue
 from harness import Count, config_of, expected
 from sampling import some
 
@@ -41,7 +41,7 @@ class Rooms:
     """Jobs that come when they have room, or when they may make some; in which order they did."""
 
     def __init__(self) -> None:
-        self.updater = Updater(background=True)
+        self.updater = UpdateQueue(background=True)
         self.chunks: dict[int, Chunk] = {}
         self.room: set[int] = set()
         self.ran, self.finished = list[int](), list[tuple[int, bool]]()

@@ -19,10 +19,10 @@ from torch import nn
 import ebbtide
 import reference
 import zoo
-from ebbtide.backend import products
-from ebbtide.backend.slabs import in_pool
+from ebbtide.devices import cpu_device
+from ebbtide.devices.pool import in_pool
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
-from ebbtide.intercept.saved import end_regions
+from ebbtide.tracing.hooks.saved_tensors import end_regions
 from harness import batch_of, config_of
 from sampling import crossed
 
@@ -78,7 +78,7 @@ def test_an_engine_that_is_closed_leaves_no_thread_and_no_memory(
 def test_precisions_that_the_processor_does_not_multiply_are_named(
     make: Any, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in products._ASKED.values():
+    for name in cpu_device._ASKED.values():
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -15,7 +15,7 @@ import ebbtide
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
-from ebbtide.run.evaluations import larger
+from ebbtide.runtime.planning.evaluation_memory import larger
 from group import group_of
 from harness import Count, config_of
 from sampling import everything, few, some

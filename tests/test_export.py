@@ -16,8 +16,8 @@ from torch import nn
 
 import ebbtide
 import zoo
+from ebbtide.checkpoint import export, values
 from ebbtide.errors import ConfigError, DiskError
-from ebbtide.state import export, values
 from group import group_of
 from harness import batch_of, config_of
 

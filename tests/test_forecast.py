@@ -23,15 +23,15 @@ from ebbtide.bench.steps import tokens
 from ebbtide.cli.app import run
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
-from ebbtide.forecaster import Forecaster, Workload
+from ebbtide.forecast.forecaster import Forecaster, Workload
+from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecast.simulation.outlook import look
+from ebbtide.forecast.simulation.rates import StepJob
+from ebbtide.forecast.simulation.strategies import STRATEGIES, set_up
+from ebbtide.forecast.simulation.verdict import CHANGES
+from ebbtide.forecast.simulation.walk import step_seconds
 from ebbtide.models import find_model
-from ebbtide.plan.execute import step_seconds
-from ebbtide.plan.forecast import look
-from ebbtide.plan.job import Job
-from ebbtide.plan.machine import Machine
-from ebbtide.plan.strategies import STRATEGIES, set_up
-from ebbtide.plan.verdict import CHANGES
-from ebbtide.run.setup import resolve_budgets
+from ebbtide.runtime.setup import resolve_budgets
 from sampling import some
 
 PROMISED = {
@@ -401,13 +401,13 @@ def test_a_search_by_seconds_tries_few_plans_and_finds_none_that_is_slower_than_
 ) -> None:
     """With more memory no slower ones either. All choices with every room took half a minute, for models of millions of
     parameters, and left out those with all the room there is."""
-    tried: list[Job] = []
+    tried: list[StepJob] = []
 
-    def counted(job: Job) -> float:
+    def counted(job: StepJob) -> float:
         tried.append(job)
         return step_seconds(job)
 
-    monkeypatch.setattr("ebbtide.plan.forecast.step_seconds", counted)
+    monkeypatch.setattr("ebbtide.forecast.simulation.outlook.step_seconds", counted)
     machine, before = Machine.read("pc-8gb"), math.inf
     for megabytes in (30, 45, 60, 80, 120):
         tried.clear()

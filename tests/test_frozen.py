@@ -68,7 +68,7 @@ def judged(made: torch.Tensor, judge: Any, times: int) -> torch.Tensor:
 def test_it_trains_alike_within_the_budget(
     times: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
+    monkeypatch.setattr("ebbtide.tracing.saved_storages.SMALLEST", 1024)
     expected = reference.train(Judged(times), lambda n: {"x": batch(n)}, 4, precision="fp32", lr=LR)[0]
     ran = 0
     for memory in few((*range(110_000, 400_000, 20_000), 4_000_000), 7):

@@ -74,7 +74,7 @@ def test_resident_and_tight(name: str, mode: str) -> None:
 )
 @pytest.mark.parametrize("name", list(zoo.ZOO))
 def test_offloaded_activations(name: str, mode: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
+    monkeypatch.setattr("ebbtide.tracing.saved_storages.SMALLEST", 1024)
     free = check(name, mode, config_of(device=CUDA))
     budget = free["non_model_peak"] + sum(free["tags"]["device"].values()) // 6
     config = config_of(device=CUDA, offload_activations=which)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.backend import heap
+from ebbtide.devices import heap
 from sampling import some
 
 glibc = pytest.mark.skipif(heap._glibc() is None, reason="settings of glibc's heap")
 
-WITHOUT_POOL = "from ebbtide.backend import heap; heap._use_pool = lambda: False"
+WITHOUT_POOL = "from ebbtide.devices import heap; heap._use_pool = lambda: False"
 MEASURE = """
 import psutil, torch
-from ebbtide.backend.heap import tune_memory
+from ebbtide.devices.heap import tune_memory
 {before}
 tune_memory({scarce})
 rss = lambda: psutil.Process().memory_info().rss
@@ -52,9 +52,9 @@ def test_freed_blocks(before: str, scarce: bool, kept: bool) -> None:
 def test_what_tensors_leave_chunks_have_and_the_other_way_round() -> None:
     run("""
         import torch
-        from ebbtide.backend import CpuBackend
-        from ebbtide.backend.heap import tune_memory
-        from ebbtide.backend.slabs import in_pool
+        from ebbtide.devices import CpuBackend
+        from ebbtide.devices.heap import tune_memory
+        from ebbtide.devices.pool import in_pool
         early = torch.ones(1 << 20)
         tune_memory(scarce=True)
         backend = CpuBackend()
@@ -78,8 +78,8 @@ def test_tensors_of_the_pool_are_like_any_others() -> None:
     run("""
         import os, threading
         import torch
-        from ebbtide.backend.heap import tune_memory
-        from ebbtide.backend.slabs import in_pool
+        from ebbtide.devices.heap import tune_memory
+        from ebbtide.devices.pool import in_pool
         tune_memory(scarce=False)
         before = in_pool().live
         x = torch.zeros(1 << 20)
@@ -120,7 +120,7 @@ def test_a_child_that_is_forked_while_others_allocate_is_not_stuck() -> None:
     run("""
         import os, threading
         import torch
-        from ebbtide.backend.heap import tune_memory
+        from ebbtide.devices.heap import tune_memory
         tune_memory(scarce=False)
         stop = threading.Event()
         def churn():
@@ -144,8 +144,8 @@ def test_steps_like_those_before_have_no_fresh_memory() -> None:
     run("""
         import tempfile
         import torch
-        from ebbtide.backend.heap import tune_memory
-        from ebbtide.backend.slabs import in_pool
+        from ebbtide.devices.heap import tune_memory
+        from ebbtide.devices.pool import in_pool
         from ebbtide.bench.budgets import for_share
         from ebbtide.bench.steps import Ours, tokens
         from ebbtide.models import find_model
@@ -177,7 +177,7 @@ def test_a_loop_of_ones_own_has_the_pool_for_the_asking(tmp_path: Path) -> None:
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import torch
         import ebbtide, zoo
-        from ebbtide.backend import heap
+        from ebbtide.devices import heap
         shas = []
         for tuned in (False, True):
             engine = ebbtide.initialize(

@@ -9,8 +9,8 @@ import pytest
 
 import ebbtide
 import zoo
-from ebbtide.record import Record
-from ebbtide.run import recording
+from ebbtide.planner.record import Record
+from ebbtide.runtime.planning import tracer
 from harness import batch_of, config_of
 from imagined import once
 from reference import ROUND
@@ -27,7 +27,7 @@ MODES = {"gpt2": "non-reentrant", "t5": "reentrant", "vit": "none"}
 @pytest.mark.parametrize("name", MODES)
 def test_engines_that_share_a_pass_would_imagine_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     made: list[Record] = []
-    imagine = recording.trace_symbolically
+    imagine = tracer.trace_symbolically
 
     def note(*given: Any, **settings: Any) -> Record:
         found = imagine(*given, **settings)
@@ -36,10 +36,10 @@ def test_engines_that_share_a_pass_would_imagine_the_same(monkeypatch: pytest.Mo
         return made[-1]
 
     for change in ALIKE:
-        monkeypatch.setattr(recording, "trace_symbolically", note)
+        monkeypatch.setattr(tracer, "trace_symbolically", note)
         start(name, **change)
     assert len(made) == 2 and made[0] == made[1]
-    monkeypatch.setattr(recording, "trace_symbolically", once(note))
+    monkeypatch.setattr(tracer, "trace_symbolically", once(note))
     for change in (*ALIKE, {**ALIKE[0], "precision": "fp32"}):
         start(name, **change)
     assert len(made) == 4 and made[2] == made[0] != made[3]

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import ebbtide
-from ebbtide.tracing.imagining_flag import ImaginedMode
+from ebbtide.tracing.symbolic.escapes import ImaginedMode
 from harness import config_of
 
 IMAGINES = True

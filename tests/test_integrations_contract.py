@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from ebbtide.errors import UnsupportedError
 from ebbtide.integrations import _accelerate, _lightning, _trl, _versions
 from ebbtide.integrations import _transformers as private
-from ebbtide.integrations._lightning_ranks import Ranks
+from ebbtide.integrations._lightning_ranks import LightningRanks
 from ebbtide.integrations._models import mark_prepared
 from ebbtide.integrations.accelerate import Accelerator as EbbtideAccelerator
 from ebbtide.integrations.lightning import EbbtideStrategy
@@ -110,7 +110,7 @@ def test_automatic_names_of_states_end_in_a_number(tmp_path: Path) -> None:
 
 def test_lightning_has_what_the_strategy_replaces_and_calls() -> None:
     known = set(_lightning.OVERRIDDEN)
-    assert replaced(EbbtideStrategy, ParallelStrategy) | replaced(Ranks, ParallelStrategy) == known
+    assert replaced(EbbtideStrategy, ParallelStrategy) | replaced(LightningRanks, ParallelStrategy) == known
     for name in _lightning.PRECISION:
         assert callable(getattr(Precision, name, None)), f"Precision.{name} is gone"
     assert hasattr(launchers, _lightning.LAUNCHER)

@@ -15,13 +15,13 @@ from torch import nn
 import ebbtide
 import zoo
 from disks import FaultyIO
-from ebbtide.backend.cpu import CpuBackend, Stream
-from ebbtide.disk.space import WRITE
+from ebbtide.devices.cpu_device import CpuBackend, Stream
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, StateError
 from ebbtide.memory.chunk import cut
-from ebbtide.plan.states import RunStates
-from ebbtide.run.jobs import Job
+from ebbtide.memory.disk.space import WRITE
+from ebbtide.planner.states import RunStates
+from ebbtide.runtime.updates.update_jobs import UpdateJob
 from harness import config_of
 from sampling import crossed
 from test_ssd_faults import open_engine
@@ -202,12 +202,12 @@ def test_a_job_that_nobody_was_given(monkeypatch: pytest.MonkeyPatch, late: bool
     engine.synchronize()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
-        def hand_over(self: Job, original: Any = Job.hand_over) -> None:
+        def hand_over(self: UpdateJob, original: Any = UpdateJob.hand_over) -> None:
             if late:
                 original(self)
             raise KeyboardInterrupt
 
-        patch.setattr(Job, "hand_over", hand_over)
+        patch.setattr(UpdateJob, "hand_over", hand_over)
         step(engine, 1)
     engine.load_state_dict(zoo.build("gpt2").state_dict())
     step(engine, 2)
@@ -357,7 +357,7 @@ def test_while_parameters_are_rebuilt(monkeypatch: pytest.MonkeyPatch, deed: str
 
         if interrupted:
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr("ebbtide.run.taken.cut", stop)
+                patch.setattr("ebbtide.runtime.gradients.destinations.cut", stop)
                 engine.optimizer.zero_grad() if deed == "zero_grad" else engine.state_dict()
             engine.check_integrity()
         if redone:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.kernels import NativeKernels, build
+from ebbtide.kernels import NativeKernels, compiler
 from sampling import crossed
 from test_kernels import ALL, FALLBACK, NATIVE, SIZES, TYPES, bits, same, wild
 
@@ -155,7 +155,7 @@ def test_copy(kernels, n):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_callers_at_the_same_time_do_not_disturb_each_other(threads):
-    kernels = NativeKernels(build.load(), threads)
+    kernels = NativeKernels(compiler.load(), threads)
     gradients = [torch.randn(200_000 + 1024 * i).bfloat16() for i in range(4)]
     expected = [reference_sum(g) for g in gradients]
     wrong = []

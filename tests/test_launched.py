@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from ebbtide.errors import ConfigError, RanksError
-from ebbtide.run.launched import join, launched
+from ebbtide.runtime.distributed.launch import join, launched
 
 
 def test_others_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

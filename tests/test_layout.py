@@ -16,15 +16,15 @@ from ebbtide.errors import LayoutError
 from ebbtide.layout import (
     ALIGNMENT,
     ITEMSIZE,
-    Fragment,
     Layout,
+    PagePiece,
     TensorSpec,
     build_layout,
     main_dtype,
     search_chunk_size,
     unit_elements,
 )
-from ebbtide.layout.search import TRIED_AT_MOST
+from ebbtide.layout.chunk_size import TRIED_AT_MOST
 from ebbtide.units import round_up
 
 quick = settings(max_examples=50, deadline=None)
@@ -261,7 +261,7 @@ def test_pages_cover_runs_and_hold_two_at_most(model: tuple[list[TensorSpec], in
     specs, unit = model
     layout = build(specs, "page", unit)
     runs: dict[int, list[int]] = defaultdict(list)
-    taken: dict[int, list[Fragment]] = defaultdict(list)
+    taken: dict[int, list[PagePiece]] = defaultdict(list)
     for chunk in layout.chunks:
         fragments = layout.pages(chunk.index)
         assert [one.chunk_offset for one in fragments] == [0, *accumulate(one.length for one in fragments)][
@@ -305,7 +305,7 @@ def test_tensor_cut_and_single_fragments(model: tuple[list[TensorSpec], int]) ->
         layout = build(specs, cut, unit)
         assert layout.page_count == len(layout.chunks)
         for chunk in layout.chunks:
-            assert layout.pages(chunk.index) == [Fragment(chunk.index, 0, 0, chunk.size)]
+            assert layout.pages(chunk.index) == [PagePiece(chunk.index, 0, 0, chunk.size)]
 
 
 def test_a_large_tensor_leaves_the_open_chunk_open() -> None:
@@ -318,7 +318,7 @@ def test_a_large_tensor_joins_the_small_ones_before_it_in_a_run() -> None:
     layout = build_layout(flat(1024, 9000, 1000, 5000, 10), "page", 4096)
     assert [layout.names_of(chunk.index) for chunk in layout.chunks] == [("t0", "t1"), ("t2", "t3"), ("t4",)]
     assert [chunk.start for chunk in layout.chunks] == [0, 10240, 16384]
-    assert layout.pages(1) == [Fragment(2, 2048, 0, 2048), Fragment(3, 0, 2048, 4096)]
+    assert layout.pages(1) == [PagePiece(2, 2048, 0, 2048), PagePiece(3, 0, 2048, 4096)]
 
 
 def test_pages_of_a_second_dtype_are_other_pages() -> None:

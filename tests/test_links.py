@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from ebbtide.run.links import OPEN, watched
-from ebbtide.run.ranks import Ranks
+from ebbtide.runtime.distributed.keep_alive import OPEN, watched
+from ebbtide.runtime.distributed.ranks import Ranks
 from group import group_of
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells which they are")

@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 import ebbtide
 import zoo
 from disks import FaultyIO
-from ebbtide.backend.cpu import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import DiskSpace
+from ebbtide.devices.cpu_device import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, StateError
 from ebbtide.kernels import RULES, Operands, Rule, cpu_kernels
-from ebbtide.memory.glance import peek
-from ebbtide.memory.ledger import Ledger
-from ebbtide.run.tiers import Tiers
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.chunk_access import peek
+from ebbtide.memory.disk.space import DiskSpace
+from ebbtide.runtime.process_tiers import Tiers
 from harness import config_of, expected, run
 from sampling import crossed, few
 from test_ssd import follow, on_ssd

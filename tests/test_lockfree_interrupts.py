@@ -13,7 +13,7 @@ import torch
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, StateError
 from ebbtide.kernels import RULES
-from ebbtide.run.lockfree import LockFree
+from ebbtide.runtime.updates.lock_free.policy import LockFree
 from interrupt import Interrupt
 from sampling import few
 from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train

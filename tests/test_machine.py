@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.doctor.written import machine_toml
 from ebbtide.errors import ConfigError
-from ebbtide.plan.machine import DeviceSpec, Machine, machine_names
-from ebbtide.record import ATTENTION, CONVOLUTION, MATMUL, OTHER, Work
+from ebbtide.forecast.doctor.machine_file import machine_toml
+from ebbtide.forecast.simulation.machine import DeviceSpec, Machine, machine_names
+from ebbtide.planner.record import ATTENTION, CONVOLUTION, MATMUL, OTHER, Work
 
 IMAGINES = True
 

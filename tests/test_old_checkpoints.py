@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.state.parts import parts_of
+from ebbtide.checkpoint.tensor_parts import parts_of
 from harness import config_of
 
 HERE = Path(__file__).parent / "data" / "checkpoint-0.1"

@@ -12,13 +12,13 @@ from torch import nn
 
 import ebbtide
 import zoo
-from ebbtide.backend import CpuBackend
+from ebbtide.devices import CpuBackend
 from ebbtide.errors import BudgetError
 from ebbtide.layout import ITEMSIZE, TensorSpec, build_layout
-from ebbtide.memory.host import HostSpace
-from ebbtide.memory.ledger import Ledger
-from ebbtide.plan.paged import Paged, on_host
-from ebbtide.plan.shape import ModelShape
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.host_space import HostSpace
+from ebbtide.planner.host_side import Paged, on_host
+from ebbtide.planner.shape import ModelShape
 from harness import config_of
 from sampling import few
 

@@ -13,17 +13,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, StateError
-from ebbtide.plan.afloat import plan_afloat
-from ebbtide.plan.draft import Plan
-from ebbtide.plan.evict import POLICIES, Candidate, choose
-from ebbtide.plan.place import make_plan
-from ebbtide.plan.residency import FREE, SPILL, STALE, Timeline, Use, replay
-from ebbtide.plan.schedule import Free, advance, on_demand
-from ebbtide.plan.search import FRESH
-from ebbtide.plan.shape import ModelShape, Settings
-from ebbtide.plan.states import RunStates, State
-from ebbtide.plan.uses import SCALARS, gradients_waiting, uses_of
-from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Access, Arrival, Moment, Record, event
+from ebbtide.planner.eviction import POLICIES, Candidate, choose
+from ebbtide.planner.offloaded_plan import plan_afloat
+from ebbtide.planner.placement import make_plan
+from ebbtide.planner.plans import Plan
+from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, Access, Arrival, Moment, Record, event
+from ebbtide.planner.retention import FREE, SPILL, STALE, Timeline, Use, replay
+from ebbtide.planner.schedule import Free, advance, on_demand
+from ebbtide.planner.search import FRESH
+from ebbtide.planner.shape import ModelShape, Settings
+from ebbtide.planner.states import RunStates, State
+from ebbtide.planner.uses import SCALARS, gradients_waiting, uses_of
 
 
 def optimum(line: Timeline) -> int:

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from ebbtide.plan import residency
-from ebbtide.plan.draft import draft
-from ebbtide.plan.evict import Candidate
-from ebbtide.plan.execute import least_seconds, step_seconds
-from ebbtide.plan.forecast import Question, fits, job_of, look
-from ebbtide.plan.strategies import STRATEGIES
-from ebbtide.record import FORWARD
+from ebbtide.forecast.simulation.outlook import Question, fits, job_of, look
+from ebbtide.forecast.simulation.strategies import STRATEGIES
+from ebbtide.forecast.simulation.walk import least_seconds, step_seconds
+from ebbtide.planner import retention
+from ebbtide.planner.eviction import Candidate
+from ebbtide.planner.plans import draft
+from ebbtide.planner.record import FORWARD
 from test_simulate import MACHINE, small_question
 
 CASES = 40
@@ -65,7 +65,7 @@ def brute_force(question: Question, patch: pytest.MonkeyPatch) -> float:
         for homes in itertools.combinations(chunks, count):
             for oracle in itertools.islice(oracles(), MOST):
                 with patch.context() as patched:
-                    patched.setattr(residency, "choose", oracle.choose)
+                    patched.setattr(retention, "choose", oracle.choose)
                     made = draft(setup.shape, question.record, settings, frozenset(homes))
                 if made is None:
                     break

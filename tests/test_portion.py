@@ -14,7 +14,7 @@ import ebbtide
 import zoo
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
-from ebbtide.run.places import Places
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from harness import Count, config_of
 from sampling import crossed, some
 
@@ -344,15 +344,15 @@ def test_an_interrupt_while_state_leaves(make: Make, monkeypatch: pytest.MonkeyP
     first, second = make(4_000_000)
     for number in range(3):
         turn(first, number)
-    go_home, calls = Places.go_home, []
+    go_home, calls = FetchOnDemand.go_home, []
 
-    def interrupted(self: Places, chunk: Any, tier: str) -> None:
+    def interrupted(self: FetchOnDemand, chunk: Any, tier: str) -> None:
         calls.append(chunk)
         if len(calls) == 2:
             raise KeyboardInterrupt
         go_home(self, chunk, tier)
 
-    monkeypatch.setattr(Places, "go_home", interrupted)
+    monkeypatch.setattr(FetchOnDemand, "go_home", interrupted)
     with pytest.raises(KeyboardInterrupt):
         second(**batch(3, times=2))
     monkeypatch.undo()

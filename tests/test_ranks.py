@@ -20,7 +20,7 @@ import ebbtide
 import reference
 import zoo
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, StateError, UnsupportedError
-from ebbtide.run.wishes import REDUCE
+from ebbtide.runtime.distributed.agreement import REDUCE
 from group import Group, RankError, group_of
 from harness import LR, Count, batch_of, config_of
 from sampling import some

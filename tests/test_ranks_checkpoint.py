@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import ebbtide
 import zoo
-from ebbtide.disk.extents import BLOCK
-from ebbtide.disk.files import SystemIO
+from ebbtide.checkpoint import dcp_planners, tensor_parts
+from ebbtide.checkpoint.folders import RunFolder
 from ebbtide.errors import ConfigError, DiskError, EbbtideError, IntegrityError
-from ebbtide.state import checkpoint, parts
-from ebbtide.state.folders import Run
+from ebbtide.memory.disk.data_files import SystemIO
+from ebbtide.memory.disk.extents import BLOCK
 from group import group_of
 from harness import config_of
 from sampling import some
@@ -42,7 +42,7 @@ def rank_of() -> tuple[int, int]:
 
 
 def start(config: dict[str, Any], folder: Path, name: str = "gpt2", seed: int = 0) -> ebbtide.Engine:
-    checkpoint.LENT = 2 * BLOCK  # what is written from where it lies: here, all but the smallest
+    dcp_planners.LENT = 2 * BLOCK  # what is written from where it lies: here, all but the smallest
     if "ssd" in config:
         if not rank_of()[0]:
             (folder / "tier").mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def values(engine: ebbtide.Engine) -> Ranges:
     """What this rank has of everything, as it lies: masters in full precision, optimizer state."""
     engine.synchronize()
     found: Ranges = {}
-    for part in parts.parts_of(engine._session, everything=True):
+    for part in tensor_parts.parts_of(engine._session, everything=True):
         begin, end = part.range
         out = torch.empty(end - begin, dtype=part.dtype)
         if end > begin:
@@ -215,7 +215,7 @@ def full(folder: Path, where: int) -> tuple[str, str, str]:
         SystemIO.fallocate = before  # type: ignore[method-assign]
     train(engine, HALF + 1, WHOLE)
     sha = engine.weights_sha256()
-    latest = Run(folder / "run").latest()
+    latest = RunFolder(folder / "run").latest()
     engine.save(folder / "run")
     engine.close()
     return type(told.value).__name__, str(latest), sha

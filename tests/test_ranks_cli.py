@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.state.folders import Run
+from ebbtide.checkpoint.folders import RunFolder
 
 SMALL = ["--model", "gpt2-tiny", "--seq", "32", "--batch", "4", "--device", "cpu"]
 
@@ -114,7 +114,7 @@ def test_the_others_end_when_one_dies_and_name_it(text: Path, tmp_path: Path) ->
     ranks = [start(rank, 2, port, *flags) for rank in range(2)]
     try:
         until = time.monotonic() + 120
-        while Run(out / "checkpoints").latest() is None:
+        while RunFolder(out / "checkpoints").latest() is None:
             assert time.monotonic() < until and ranks[0].poll() is None
             time.sleep(0.05)
         ranks[1].kill()
@@ -148,7 +148,7 @@ def test_told_to_end_all_save_and_end_well(text: Path, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    latest = Run(out / "checkpoints").latest()
+    latest = RunFolder(out / "checkpoints").latest()
     steps = (out / "metrics.jsonl").read_text().count("\n")
     assert latest is not None and latest.name == f"step-{steps:08d}"
 
@@ -169,9 +169,9 @@ def test_killed_at_any_time_the_newest_checkpoint_is_good(text: Path, tmp_path: 
         port = free_port()
         flags = [*data, "--save-every", "1", "--keep", "2", "--out", str(out), "--resume", "auto"]
         ranks = [start(rank, 2, port, *flags) for rank in range(2)]
-        before = Run(checkpoints).latest()
+        before = RunFolder(checkpoints).latest()
         until = time.monotonic() + 120
-        while Run(checkpoints).latest() == before and all(rank.poll() is None for rank in ranks):
+        while RunFolder(checkpoints).latest() == before and all(rank.poll() is None for rank in ranks):
             assert time.monotonic() < until
             time.sleep(0.01)
         if number % 2:
@@ -189,7 +189,7 @@ def test_killed_at_any_time_the_newest_checkpoint_is_good(text: Path, tmp_path: 
             finally:
                 rank.kill()
                 rank.communicate()
-        latest = Run(checkpoints).latest()
+        latest = RunFolder(checkpoints).latest()
         assert latest is not None
         done = int(latest.name.split("-")[1])
         if done >= steps - 10:

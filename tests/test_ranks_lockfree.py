@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import ebbtide
 import zoo
-from ebbtide.backend.cpu import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import DiskSpace
+from ebbtide.devices.cpu_device import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.kernels import RULES
-from ebbtide.memory.ledger import Ledger
-from ebbtide.run.tiers import Tiers
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.space import DiskSpace
+from ebbtide.runtime.process_tiers import Tiers
 from group import group_of
 from harness import batch_of, config_of
 from test_lockfree import ELEMENTS, LAYERS, SUMS, Chain, slow

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import ebbtide
 import zoo
 from ebbtide.errors import BudgetError
-from ebbtide.forecaster import Forecaster, Workload
+from ebbtide.forecast.forecaster import Forecaster, Workload
+from ebbtide.forecast.simulation.strategies import set_up
 from ebbtide.layout import ALIGNMENT
-from ebbtide.plan.strategies import set_up
-from ebbtide.run.slices import LANE, block_of, room_for
+from ebbtide.runtime.distributed.gradient_reducer import LANE, block_of, room_for
 from group import group_of
 from harness import batch_of, config_of
 from reference import ROUND

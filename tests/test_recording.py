@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.record import BACKWARD, FORWARD, Record, event
-from ebbtide.run.recording import Recording
-from ebbtide.runtime.planning.call import Call
+from ebbtide.planner.record import BACKWARD, FORWARD, Record, event
+from ebbtide.runtime.planning.calls import Call
+from ebbtide.runtime.planning.tracer import Tracer
 
 TEACHER, UNMANAGED, CHUNKS, STATE = 10_000, 100, 500, 60
 """`STATE`: of the optimizer, for what is outside the chunks; the first update makes it."""
@@ -46,7 +46,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 @pytest.fixture
-def recording(card: Card) -> Recording:
+def recording(card: Card) -> Tracer:
     """Of an engine that has begun, beside a teacher."""
     backend: Any = SimpleNamespace(
         kind="cuda",
@@ -58,13 +58,13 @@ def recording(card: Card) -> Recording:
         fixed_bytes=lambda: UNMANAGED + STATE, missing_bytes=lambda: card.missing, storages=set()
     )
     kept: Any = SimpleNamespace(claimed=None, owns=lambda storage: False)
-    made = Recording(backend, unmanaged, kept)
+    made = Tracer(backend, unmanaged, kept)
     card.hold(TEACHER + UNMANAGED + CHUNKS)
     made.begin()
     return made
 
 
-def a_pass(card: Card, recording: Recording, carried: int, held: int = 0) -> None:
+def a_pass(card: Card, recording: Tracer, carried: int, held: int = 0) -> None:
     """Forward makes 50 bytes more; at its end the loop lets go of what it had of the pass before, and backward of all
     but 20. `held`: what it has of others all along."""
     recording.start(Call(print, (), {}, "train"), carried + held)
@@ -79,7 +79,7 @@ def a_pass(card: Card, recording: Recording, carried: int, held: int = 0) -> Non
     recording.finish()
 
 
-def taken(recording: Recording) -> Record:
+def taken(recording: Tracer) -> Record:
     record = recording.take()
     assert record is not None
     return record
@@ -88,7 +88,7 @@ def taken(recording: Recording) -> Record:
 ALL = UNMANAGED + STATE
 
 
-def test_what_was_there_before_the_engine_is_not_counted(card: Card, recording: Recording) -> None:
+def test_what_was_there_before_the_engine_is_not_counted(card: Card, recording: Tracer) -> None:
     a_pass(card, recording, carried=0)
     card.hold(-20)
     record = taken(recording)
@@ -97,7 +97,7 @@ def test_what_was_there_before_the_engine_is_not_counted(card: Card, recording: 
     assert record.between == ALL + 20
 
 
-def test_what_the_loop_still_holds_is_counted_once(card: Card, recording: Recording) -> None:
+def test_what_the_loop_still_holds_is_counted_once(card: Card, recording: Tracer) -> None:
     a_pass(card, recording, carried=0)
     card.update()
     first = taken(recording)
@@ -109,7 +109,7 @@ def test_what_the_loop_still_holds_is_counted_once(card: Card, recording: Record
     assert (first.carried, first.aside) == (second.carried, second.aside) == (20, 0)
 
 
-def test_a_record_says_what_of_others_it_has(card: Card, recording: Recording) -> None:
+def test_a_record_says_what_of_others_it_has(card: Card, recording: Tracer) -> None:
     """The allocator counts outputs that the loop holds of an evaluation, in backward, too."""
     card.hold(40)
     a_pass(card, recording, carried=0, held=40)
@@ -119,7 +119,7 @@ def test_a_record_says_what_of_others_it_has(card: Card, recording: Recording) -
     assert (record.carried, record.aside) == (60, 40)
 
 
-def test_chunks_that_come_are_no_activations(card: Card, recording: Recording) -> None:
+def test_chunks_that_come_are_no_activations(card: Card, recording: Tracer) -> None:
     recording.start(Call(print, (), {}, "train"), 0)
     assert recording.recorder is not None
     meter = recording._meter
@@ -133,7 +133,7 @@ def test_chunks_that_come_are_no_activations(card: Card, recording: Recording) -
     assert {moment.peak for moment in taken(recording).moments} == {ALL}
 
 
-def test_what_others_give_up_makes_nothing_negative(card: Card, recording: Recording) -> None:
+def test_what_others_give_up_makes_nothing_negative(card: Card, recording: Tracer) -> None:
     card.hold(-TEACHER)
     a_pass(card, recording, carried=0)
     record = taken(recording)

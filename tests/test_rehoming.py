@@ -13,14 +13,14 @@ import torch
 
 import zoo
 from disks import FaultyIO
-from ebbtide.backend import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import READ, DiskSpace
+from ebbtide.devices import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError
-from ebbtide.memory.ledger import Ledger
-from ebbtide.run import traces
-from ebbtide.run.tiers import Tiers
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.space import READ, DiskSpace
+from ebbtide.runtime.planning import plan_cache
+from ebbtide.runtime.process_tiers import Tiers
 from harness import config_of
 from sampling import crossed
 
@@ -33,7 +33,7 @@ Batch = tuple[int, int]
 @pytest.fixture(autouse=True)
 def _plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size has its own here, also where a larger one's would do."""
-    monkeypatch.setattr(traces, "NEAR", 1)
+    monkeypatch.setattr(plan_cache, "NEAR", 1)
 
 
 def engine_with(folder: Path, memory: tuple[int, int], io: FaultyIO | None = None, **changes: Any) -> Engine:

@@ -11,9 +11,9 @@ from torch import nn
 import ebbtide
 import zoo
 from ebbtide.errors import NonFiniteError
-from ebbtide.run import chunk_updates
-from ebbtide.run.resting import Resting
-from ebbtide.runtime.gradients.held import HeldGradient
+from ebbtide.runtime.fast_path import FastPath
+from ebbtide.runtime.gradients.stand_ins import HeldGradient
+from ebbtide.runtime.updates import chunk_update
 from harness import Count, config_of
 from sampling import crossed
 
@@ -90,9 +90,9 @@ def test_updates_that_were_foreseen_take_what_is_decided_last(monkeypatch: pytes
     """They are put together before the host knows how gradients are scaled, or what a hook of the optimizer's does to
     the settings of some, or to a weight."""
     taken: list[bool] = []
-    carry_out = chunk_updates.carry_out
+    carry_out = chunk_update.carry_out
     monkeypatch.setattr(
-        chunk_updates, "carry_out", lambda *given: taken.append(carry_out(*given)) or taken[-1]
+        chunk_update, "carry_out", lambda *given: taken.append(carry_out(*given)) or taken[-1]
     )
     shas = []
     for rests in (True, False):
@@ -267,7 +267,7 @@ def test_a_chunk_may_leave_between_its_update_and_its_books(
     eviction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the first state of another, where there is less room than a pass asks for that rests."""
-    monkeypatch.setattr(Resting, "has_room", lambda self, plan: all(self._updates.data.bound))
+    monkeypatch.setattr(FastPath, "has_room", lambda self, plan: all(self._updates.data.bound))
     shas = []
     for rests in (True, False):
         torch.manual_seed(0)

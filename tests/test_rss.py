@@ -5,9 +5,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.backend.heap import tune_memory
-from ebbtide.bench.ssd import peak_rss
+from ebbtide.bench.ssd_steps import peak_rss
 from ebbtide.bench.steps import Ours, alone, tokens
+from ebbtide.devices.heap import tune_memory
 from ebbtide.models import find_model
 
 MODEL, BATCH, SEQ, STEPS = "gpt2-1b", 2, 256, 4

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import ebbtide
 import zoo
+from ebbtide.checkpoint import dcp_planners, saving, shards
+from ebbtide.checkpoint.folders import INDEX, SPARE, RunFolder
 from ebbtide.errors import DiskError, StateError
-from ebbtide.state import checkpoint, saving, shards
-from ebbtide.state.folders import INDEX, SPARE, Run
 from group import group_of
 from harness import batch_of, config_of, facts
 from test_checkpoint import start, tiers, train
@@ -57,11 +57,11 @@ def test_training_goes_on_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatc
     gate = gated(monkeypatch)
     coming = engine.save(folder, {"place": 3}, background=True)
     found += train(engine, "gpt2", 3, 5)
-    assert Run(folder).complete() == [old] and Run(folder).latest() == old
+    assert RunFolder(folder).complete() == [old] and RunFolder(folder).latest() == old
     assert engine.stats()["tags"]["device"]["snapshot"] > 0
     gate.set()
     engine.wait_for_save()
-    assert Run(folder).latest() == coming
+    assert RunFolder(folder).latest() == coming
     assert found == losses and engine.weights_sha256() == wanted.weights_sha256()
     engine.check_integrity()
     assert engine._session.ledger.tags["device"]["snapshot"] == 0
@@ -122,7 +122,7 @@ def test_its_copy_makes_room_for_what_is_used(folder: Path, monkeypatch: pytest.
     longer = {key: torch.cat([value, value], 0) for key, value in batch.items()}
     engine.backward(engine(**longer).loss)
     engine.step()
-    assert Run(folder).latest() is not None
+    assert RunFolder(folder).latest() is not None
     engine.close()
 
 
@@ -131,7 +131,7 @@ def test_close_waits_for_it(folder: Path) -> None:
     train(engine, "gpt2", 0, 1)
     found = engine.save(folder, background=True)
     engine.close()
-    assert Run(folder).latest() == found
+    assert RunFolder(folder).latest() == found
 
 
 @pytest.mark.parametrize("how", ["wait_for_save", "close"])
@@ -149,7 +149,7 @@ def test_waiting_that_is_interrupted_can_be_repeated(
     assert engine._session.ledger.tags["device"]["snapshot"] > 0  # its thread still writes from it
     gate.set()
     getattr(engine, how)()
-    assert Run(folder).latest() == coming
+    assert RunFolder(folder).latest() == coming
     assert engine._session.ledger.tags["device"]["snapshot"] == 0
     engine.close()
     assert not engine._session.ledger.reserved["device"]
@@ -179,17 +179,17 @@ def test_room_for_the_copy_is_taken_before_it_is_made(folder: Path, monkeypatch:
     """Afterwards it may be gone, with the copy already in it."""
     engine = start("gpt2", config_of())
     train(engine, "gpt2", 0, 1)
-    ledger, write = engine._session.ledger, checkpoint.write
+    ledger, write = engine._session.ledger, dcp_planners.write
 
     def writes(*given: Any) -> None:
         write(*given)
         assert ledger.tags["device"]["snapshot"] > 0
         ledger.set_level("device", ledger.budgets["device"] - ledger.reserved["device"])
 
-    monkeypatch.setattr(checkpoint, "write", writes)
+    monkeypatch.setattr(dcp_planners, "write", writes)
     engine.save(folder, background=True)
     engine.wait_for_save()
-    assert Run(folder).latest() is not None and not ledger.tags["device"]["snapshot"]
+    assert RunFolder(folder).latest() is not None and not ledger.tags["device"]["snapshot"]
     engine.close()
 
 
@@ -232,17 +232,17 @@ def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.Monke
         with pytest.warns(UserWarning, match="No space left"):
             while engine._saver._pending is not None:
                 train(engine, "gpt2", 1, 2)
-    assert Run(folder).complete() == [old] and len(list(folder.iterdir())) == 2
+    assert RunFolder(folder).complete() == [old] and len(list(folder.iterdir())) == 2
     assert engine.save(folder, background=True).name == f"step-{engine.steps:08d}"
     engine.wait_for_save()
-    assert Run(folder).latest() != old
+    assert RunFolder(folder).latest() != old
     engine.check_integrity()
     engine.close()
 
 
 def test_a_process_that_was_forked_meanwhile_holds_nothing(folder: Path) -> None:
     """A worker of a loader, which lives on; its folder becomes a spare, and is written to again."""
-    run, children = Run(folder), []
+    run, children = RunFolder(folder), []
     try:
         for number in range(4):
             with run.writing(number) as (partial, _):
@@ -261,7 +261,7 @@ def test_a_process_that_was_forked_meanwhile_holds_nothing(folder: Path) -> None
 
 
 def test_a_spare_that_somebody_has_locked_is_left_alone(folder: Path) -> None:
-    run = Run(folder)
+    run = RunFolder(folder)
     (folder / SPARE).mkdir(parents=True)
     lock = os.open(folder / SPARE, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -309,7 +309,7 @@ def on_ranks(folder: Path, fails: int | None) -> dict[str, Any]:
             failed = str(error)
         shards.SystemIO = real  # type: ignore[misc]
         dist.barrier()
-        latest = Run(folder).latest()
+        latest = RunFolder(folder).latest()
         engine.load(folder)
         assert engine.weights_sha256() == then
         assert steps(2, 4) == losses

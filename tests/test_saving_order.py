@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.state.files import PIECE
-from ebbtide.state.shards import _mixed
+from ebbtide.checkpoint.rank_files import PIECE
+from ebbtide.checkpoint.shards import _mixed
 
 pieces = st.lists(st.tuples(st.integers(0, 2 * PIECE), st.booleans()), max_size=40)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ebbtide
-from ebbtide.runtime.planning.call import signature_of
-from ebbtide.runtime.planning.shapes import grown, kind_of, resized
+from ebbtide.runtime.planning.calls import signature_of
+from ebbtide.runtime.planning.input_shapes import grown, kind_of, resized
 from harness import Count, config_of
 
 IMAGINES = True

@@ -9,12 +9,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.config import Config
+from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecast.simulation.outlook import Question, look
+from ebbtide.forecast.simulation.simulator import Task, simulate
+from ebbtide.forecast.simulation.strategies import Ask, Model
 from ebbtide.layout import TensorSpec
-from ebbtide.plan.forecast import Question, look
-from ebbtide.plan.machine import Machine
-from ebbtide.plan.simulate import Task, simulate
-from ebbtide.plan.strategies import Ask, Model
-from ebbtide.record import BACKWARD, FORWARD, GRADIENT, MATMUL, Access, Arrival, Moment, Record, Work, event
+from ebbtide.planner.record import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    MATMUL,
+    Access,
+    Arrival,
+    Moment,
+    Record,
+    Work,
+    event,
+)
 
 
 def test_lanes_keep_order_and_tasks_wait_for_others() -> None:

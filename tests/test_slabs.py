@@ -18,17 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.backend import CpuBackend, slabs
-from ebbtide.backend.arena import Arena
-from ebbtide.backend.pages import HUGE, map_memory
-from ebbtide.backend.slabs import Slabs, in_pool, trim, with_signatures
-from ebbtide.kernels.build import KERNELS
+from ebbtide.devices import CpuBackend, pool
+from ebbtide.devices.arena import Arena
+from ebbtide.devices.pool import HUGE, Slabs, in_pool, map_memory, trim, with_signatures
+from ebbtide.kernels.compiler import KERNELS
 
 SIZES = (1, 4096, HUGE // 3, HUGE // 2, HUGE - 1, HUGE, HUGE + 4097, 3 * HUGE, 5 * HUGE + 123)
 
 
 @functools.cache
-def own() -> ctypes.CDLL:
+def own_library() -> ctypes.CDLL:
     """A pool of our own, in a second copy of the library: engines of other tests come and go in the process's."""
     with tempfile.TemporaryDirectory() as folder:
         library = KERNELS.find()
@@ -39,7 +38,7 @@ def own() -> ctypes.CDLL:
 @contextmanager
 def own_pool() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slabs, "native", own)
+        patch.setattr(pool, "native", own_library)
         trim(0)
         try:
             yield
@@ -48,7 +47,7 @@ def own_pool() -> Iterator[None]:
 
 
 @pytest.fixture
-def pool() -> Iterator[None]:
+def own() -> Iterator[None]:
     with own_pool():
         yield
 
@@ -57,7 +56,7 @@ def pool() -> Iterator[None]:
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the native library and without."""
     if request.param == "mapped":
-        monkeypatch.setattr(slabs, "native", lambda: None)
+        monkeypatch.setattr(pool, "native", lambda: None)
     return str(request.param)
 
 
@@ -116,7 +115,7 @@ def take_and_give(steps: list[tuple[int, int]]) -> None:
         assert bool((slab == value).all())
 
 
-def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: None) -> None:
+def test_pages_of_what_is_given_up_are_not_faulted_in_again(own: None) -> None:
     ours = Slabs()
     large = ours.take(16 * HUGE).fill_(7)
     del large
@@ -131,7 +130,7 @@ def test_pages_of_what_is_given_up_are_not_faulted_in_again(pool: None) -> None:
 
 
 @pytest.mark.parametrize("rest", [HUGE // 2, HUGE // 4 + 4096])
-def test_what_is_less_than_a_huge_page_is_not_faulted_in_again_either(pool: None, rest: int) -> None:
+def test_what_is_less_than_a_huge_page_is_not_faulted_in_again_either(own: None, rest: int) -> None:
     """Activations of odd sizes, whose huge pages gradients have between two passes."""
     ours = Slabs()
     activations = [ours.take(HUGE + HUGE // 2).fill_(7) for _ in range(8)]
@@ -145,7 +144,7 @@ def test_what_is_less_than_a_huge_page_is_not_faulted_in_again_either(pool: None
     assert in_pool().mapped == mapped
 
 
-def test_rests_make_up_whole_pages_before_fresh_memory_does(pool: None) -> None:
+def test_rests_make_up_whole_pages_before_fresh_memory_does(own: None) -> None:
     """Activations of odd sizes, and logits that want all that those leave; over and over."""
     ours = Slabs()
     for fresh in (True, False, False):
@@ -161,7 +160,7 @@ def test_rests_make_up_whole_pages_before_fresh_memory_does(pool: None) -> None:
         del logits
 
 
-def test_huge_pages_are_cut_before_fresh_memory_takes_their_place(pool: None) -> None:
+def test_huge_pages_are_cut_before_fresh_memory_takes_their_place(own: None) -> None:
     ours = Slabs()
     large = ours.take(12 * HUGE).fill_(7)
     mapped = in_pool().mapped
@@ -171,7 +170,7 @@ def test_huge_pages_are_cut_before_fresh_memory_takes_their_place(pool: None) ->
     assert in_pool().mapped == mapped and in_pool().kept == 0
 
 
-def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: None) -> None:
+def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(own: None) -> None:
     ours = Slabs()
     parts = [ours.take(HUGE // 3 - mmap.PAGESIZE) for _ in range(6)]
     held = in_pool()
@@ -185,7 +184,7 @@ def test_parts_of_a_page_leave_it_when_the_last_of_them_goes(pool: None) -> None
     assert in_pool().kept == 2 * HUGE
 
 
-def test_no_more_is_kept_than_was_ever_out(pool: None) -> None:
+def test_no_more_is_kept_than_was_ever_out(own: None) -> None:
     ours = Slabs()
     before = resident()
     for size in (16 * HUGE, 5 * HUGE + 123, 3 * HUGE, HUGE // 2, 16 * HUGE, HUGE + 4097):
@@ -212,7 +211,7 @@ def test_who_still_looks_at_what_was_given_up_finds_it(either: str) -> None:
     assert not ours.owns(key)
 
 
-def test_many_threads_take_and_give_at_once(pool: None) -> None:
+def test_many_threads_take_and_give_at_once(own: None) -> None:
     ours, wrong = Slabs(), list[str]()
 
     def work(seed: int) -> None:
@@ -235,7 +234,7 @@ def test_many_threads_take_and_give_at_once(pool: None) -> None:
     assert in_pool().live == 0
 
 
-def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(pool: None) -> None:
+def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(own: None) -> None:
     ours = Slabs()
     ours.take(3 * HUGE)
     with pytest.raises(MemoryError, match=r"mmap of \d+ bytes"):
@@ -243,7 +242,7 @@ def test_memory_that_is_not_there_is_refused_and_the_pool_goes_on(pool: None) ->
     assert ours.take(3 * HUGE).numel() == 3 * HUGE
 
 
-def test_a_backend_that_is_closed_keeps_nothing(pool: None) -> None:
+def test_a_backend_that_is_closed_keeps_nothing(own: None) -> None:
     backend = CpuBackend()
     memory = backend.allocate("device", 32 * HUGE).fill_(1)
     backend.free("device", memory)
@@ -254,7 +253,7 @@ def test_a_backend_that_is_closed_keeps_nothing(pool: None) -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_memory_that_an_evaluation_asked_for_can_be_trained(pool: None, tier: str) -> None:
+def test_memory_that_an_evaluation_asked_for_can_be_trained(own: None, tier: str) -> None:
     """Chunks come back while torch.inference_mode is on, and later passes have their memory."""
     backend = CpuBackend()
     with torch.inference_mode():

@@ -244,7 +244,7 @@ def test_a_copy_on_ssd_does_not_stand_for_one_on_the_host(
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no symbolic trace")  # then the host's copies go for want of a plan
 
-    monkeypatch.setattr("ebbtide.run.recording.trace_symbolically", refuse)
+    monkeypatch.setattr("ebbtide.runtime.planning.tracer.trace_symbolically", refuse)
     done = run("gpt2", "none", STEPS, on_ssd(folder, device={"memory": 6_000_000}, host={"memory": 700_000}))
     assert done.sha == expected("gpt2", "none", STEPS)[0]
 
@@ -307,7 +307,7 @@ def test_weights_come_back_from_their_masters_on_ssd_in_portions(
 ) -> None:
     """With a separate master gradients take their weights' space. Whoever evaluates before the step wants these again;
     a whole weight of a master beside them would be memory that no budget knows."""
-    monkeypatch.setattr("ebbtide.memory.glance.PORTION", 1024)
+    monkeypatch.setattr("ebbtide.memory.chunk_access.PORTION", 1024)
     batch = {"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()}
     tiers = {"device": {"memory": "6MB"}, "host": {"memory": 0}}
     engine = ebbtide.initialize(Wide(), on_ssd(folder, master="separate", clip=None, **tiers))

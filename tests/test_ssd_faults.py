@@ -19,17 +19,17 @@ import torch
 
 import zoo
 from disks import FaultyIO
-from ebbtide.backend import CpuBackend
+from ebbtide.checkpoint.tensor_parts import parts_of
 from ebbtide.cli.signals import waiting
 from ebbtide.config import Config
-from ebbtide.disk.lanes import Job, Lane
-from ebbtide.disk.space import READ, WRITE, DiskSpace
+from ebbtide.devices import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.errors import DiskError, IntegrityError, StateError
-from ebbtide.memory.ledger import Ledger
-from ebbtide.memory.ssd import offsets
-from ebbtide.run.tiers import Tiers
-from ebbtide.state.parts import parts_of
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.lanes import DiskJob, Lane
+from ebbtide.memory.disk.space import READ, WRITE, DiskSpace
+from ebbtide.memory.ssd_space import offsets
+from ebbtide.runtime.process_tiers import Tiers
 from harness import config_of, expected
 from sampling import crossed, some
 
@@ -293,7 +293,7 @@ def test_an_interrupt_while_a_request_is_handed_over(
     engine.synchronize()
     submit, told = Lane.submit, []
 
-    def interrupted(self: Lane, job: Job) -> None:
+    def interrupted(self: Lane, job: DiskJob) -> None:
         if threading.current_thread() is threading.main_thread() and not told:
             told.append(job)
             if late:

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 import zoo
 from disks import FaultyIO
-from ebbtide.backend import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import READ, WRITE, DiskSpace
+from ebbtide.devices import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.errors import BudgetError, DiskError
-from ebbtide.memory.ledger import Ledger
-from ebbtide.memory.ssd import SsdSpace
-from ebbtide.plan.hostside import fill, filling_order, kept_bytes
-from ebbtide.plan.shape import ModelShape, Settings
-from ebbtide.run.tiers import Tiers
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.space import READ, WRITE, DiskSpace
+from ebbtide.memory.ssd_space import SsdSpace
+from ebbtide.planner.host_side import fill, filling_order, kept_bytes
+from ebbtide.planner.shape import ModelShape, Settings
+from ebbtide.runtime.process_tiers import Tiers
 from harness import config_of, expected
 from sampling import crossed
 

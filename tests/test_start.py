@@ -284,7 +284,7 @@ def test_a_failed_start_leaves_the_module_on_meta(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(4)
     state = torch.get_rng_state()
     with monkeypatch.context() as patch, pytest.raises(BudgetError):
-        patch.setattr("ebbtide.run.unmanaged.Unmanaged.take_over", _out_of_memory)
+        patch.setattr("ebbtide.runtime.parameters.unmanaged.Unmanaged.take_over", _out_of_memory)
         ebbtide.initialize(model, CONFIG)
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
     assert [(p.shape, p.dtype, p.stride()) for p in model.parameters()] == shapes

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from ebbtide.backend import CpuBackend
+from ebbtide.devices import CpuBackend
 from ebbtide.errors import BudgetError
-from ebbtide.intercept import find_units
 from ebbtide.kernels import cpu_kernels
 from ebbtide.layout import build_layout
-from ebbtide.memory.chunks import ChunkStore
-from ebbtide.memory.ledger import Ledger
-from ebbtide.run.elements import load_value, store_value
-from ebbtide.run.executor import Executor
-from ebbtide.run.model import ModelData, dense, specs_of
-from ebbtide.run.updater import Updater
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.chunk_store import ChunkStore
+from ebbtide.runtime.movement.executor import Executor
+from ebbtide.runtime.parameters.binding import ModelData, dense, specs_of
+from ebbtide.runtime.parameters.element_access import load_value, store_value
+from ebbtide.runtime.updates.update_queue import UpdateQueue
+from ebbtide.tracing.hooks import find_units
 
 LAYERS = 6
 BYTES = 2048 * 4
@@ -45,7 +45,7 @@ class Machine(RuleBasedStateMachine):
         self.ledger = Ledger({"device": largest + room * BYTES, "host": 64 * BYTES})
         self.store = ChunkStore(layout, self.backend, self.ledger)
         self.data = ModelData(names, parameters, runs, layout, self.store, "none")
-        self.executor = Executor(self.data, policy, Updater(background=True))
+        self.executor = Executor(self.data, policy, UpdateQueue(background=True))
         self.executor.room.peers.add(self.executor.room)
         self.values = [float(i) for i in range(LAYERS)]
         self.units = [unit for _, unit in units]

@@ -89,7 +89,7 @@ def test_where_the_host_is_full_against_the_plan_gradients_wait_on_the_device(
             batch = harness.batch_of("gpt2", number, torch.bfloat16, "cpu")
             with monkeypatch.context() as patch:
                 if number == 2:
-                    patch.setattr("ebbtide.run.straight.Straight._fits", lambda *_: False)
+                    patch.setattr("ebbtide.runtime.gradients.destinations.Straight._fits", lambda *_: False)
                 engine.backward(engine(**batch).loss)
             assert (engine._session.ledger.tags["device"]["grad"] > 0) == (number == 2)
             engine.step()

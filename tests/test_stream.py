@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.backend.cpu import OVER
-from ebbtide.disk.space import DiskSpace
+from ebbtide.devices.cpu_device import OVER
+from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.ledger import Ledger
-from ebbtide.memory.ssd import SsdSpace
-from ebbtide.memory.stream import StateStream
-from ebbtide.plan.stage import SLOTS
-from ebbtide.run.updater import Updater
+from ebbtide.memory.disk.space import DiskSpace
+from ebbtide.memory.ssd_space import SsdSpace
+from ebbtide.memory.state_stream import StateStream
+from ebbtide.planner.sizes import SLOTS
+from ebbtide.runtime.updates.update_queue import UpdateQueue
 
 CHUNKS, SIZE, PIECE = 6, 3 * 4096, 2 * 4 * 4096
 KINDS = (("m", torch.float32), ("v", torch.float32))
@@ -226,7 +226,7 @@ def chunk(index: int) -> Chunk:
 
 
 def test_what_is_left_is_done_in_the_order_of_the_chunks() -> None:
-    updater, ran = Updater(background=True), list[int]()
+    updater, ran = UpdateQueue(background=True), list[int]()
     go = threading.Event()
     begun = threading.Event()
 
@@ -252,7 +252,7 @@ def test_what_is_left_is_done_in_the_order_of_the_chunks() -> None:
 
 
 def test_what_is_read_ahead_goes_first() -> None:
-    updater, ran = Updater(background=True), list[int]()
+    updater, ran = UpdateQueue(background=True), list[int]()
     answers: list[list[int] | None] = [None, [3, 0, 2]]
     updater.state = SimpleNamespace(  # type: ignore[assignment]
         detour=lambda under_way, chunks: answers.pop(0), advance=lambda: None, drain=lambda: None
@@ -296,9 +296,9 @@ class Later:
 
 def put_off_jobs(
     indices: list[int], read: set[int], spare: int = 1
-) -> tuple[Updater, list[int], dict[int, Chunk], Any]:
+) -> tuple[UpdateQueue, list[int], dict[int, Chunk], Any]:
     """A job of each, put off as it may be, behind one that waits for what is returned last."""
-    updater, ran = Updater(background=True), list[int]()
+    updater, ran = UpdateQueue(background=True), list[int]()
     updater.state = Later(read)  # type: ignore[assignment]
     go, begun = threading.Event(), threading.Event()
 
@@ -359,7 +359,7 @@ def test_what_is_put_off_ends_with_everything_else() -> None:
 
 
 def test_a_job_that_fails_after_a_change_of_order_is_reported_by_whoever_wants_it() -> None:
-    updater = Updater(background=True)
+    updater = UpdateQueue(background=True)
     go, begun = threading.Event(), threading.Event()
 
     def wait() -> None:

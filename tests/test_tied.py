@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.intercept.sums import own_parts
-from ebbtide.record import Record
+from ebbtide.planner.record import Record
+from ebbtide.tracing.hooks.gradient_sums import own_parts
 from ebbtide.tracing.meter import StorageMeter
 from harness import config_of
 

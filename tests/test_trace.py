@@ -8,8 +8,8 @@ from torch import nn
 
 import ebbtide
 import zoo
-from ebbtide.record import ATTENTION, MATMUL, Record
-from ebbtide.runtime.planning.call import Call
+from ebbtide.planner.record import ATTENTION, MATMUL, Record
+from ebbtide.runtime.planning.calls import Call
 from harness import config_of
 from sampling import crossed
 

@@ -13,9 +13,9 @@ import ebbtide
 import zoo
 from ebbtide.errors import ConfigError
 from ebbtide.layout import ITEMSIZE, build_layout
-from ebbtide.plan.place import ModelShape, Settings, make_plan
-from ebbtide.record import BACKWARD, FORWARD, GRADIENT, Record
-from ebbtide.tracing import alone
+from ebbtide.planner.placement import ModelShape, Settings, make_plan
+from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, Record
+from ebbtide.tracing import standalone
 from sampling import crossed
 
 IMAGINES = True
@@ -99,7 +99,7 @@ def test_the_estimate_is_near_the_trace(name: str, mode: str, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> Record:
         raise RuntimeError("no fake kernel\nfor this")
 
-    monkeypatch.setattr(alone, "trace_symbolically", refuse)
+    monkeypatch.setattr(standalone, "trace_symbolically", refuse)
     found = ebbtide.trace(module, batch, torch.bfloat16)
     assert found.note.endswith("RuntimeError: no fake kernel")
     check_structure(found)
@@ -123,7 +123,7 @@ def test_the_estimate_is_near_the_trace(name: str, mode: str, monkeypatch: pytes
 def test_any_module_has_one(
     build: Callable[[], nn.Module], example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(alone, "trace_symbolically")
+    monkeypatch.delattr(standalone, "trace_symbolically")
     found = ebbtide.trace(build(), example)
     assert "NameError" in found.note and found.record.moments
     check_structure(found)

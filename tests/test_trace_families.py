@@ -38,7 +38,7 @@ from transformers import (
 )
 
 import ebbtide
-from ebbtide.record import Record
+from ebbtide.planner.record import Record
 from harness import config_of
 from sampling import crossed
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.intercept import find_units
 from ebbtide.models import find_model
-from ebbtide.record import FORWARD
-from ebbtide.tracing.known import LIMIT
-from ebbtide.tracing.routing import EVEN, even_load, shares
+from ebbtide.planner.record import FORWARD
+from ebbtide.tracing.hooks import find_units
+from ebbtide.tracing.symbolic.known_values import LIMIT
+from ebbtide.tracing.symbolic.routing import EVEN, even_load, shares
 from test_trace_families import BATCH, INNER, LENGTH, WIDTH, mixtral, switch
 
 IMAGINES = True

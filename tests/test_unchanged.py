@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter
 
 import ebbtide
-from ebbtide.tracing.reach import MOST, TENSORS
+from ebbtide.tracing.symbolic.user_state import MOST, TENSORS
 from harness import config_of
 
 IMAGINES = True

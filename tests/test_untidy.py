@@ -90,7 +90,7 @@ def test_forgotten_no_grad_is_not_recorded_for_ever(
     make: Any, monkeypatch: pytest.MonkeyPatch, held: bool
 ) -> None:
     """Where outputs are held all passes are one; else each is over when the next begins."""
-    monkeypatch.setattr("ebbtide.run.session.MANY", 8)
+    monkeypatch.setattr("ebbtide.runtime.session.MANY", 8)
     engine = make(Net, device={"memory": 2_000_000 if held else 420_000})
     engine._session.traces.find = lambda signature: None  # as for a shape that was never seen
     outputs, recorded = [], []
@@ -322,7 +322,7 @@ def test_frozen_values_are_the_same_in_every_layout() -> None:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Updates on the host wait until it is set."""
-    from ebbtide.run.chunk_updates import ChunkUpdates
+    from ebbtide.runtime.updates.chunk_update import ChunkUpdates
 
     opened, run, main = threading.Event(), ChunkUpdates.run, threading.main_thread()
 

@@ -9,7 +9,7 @@ from torch import nn
 from ebbtide.config import Config
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.errors import BudgetError
-from ebbtide.run.traces import WATCHED
+from ebbtide.runtime.planning.plan_cache import WATCHED
 from harness import Count, config_of
 
 IMAGINES = True

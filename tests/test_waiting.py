@@ -211,7 +211,7 @@ def probed(run: Any, module: Deep, number: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("offload", ["off", "all"])
 def test_a_loss_of_what_a_hook_kept(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.tracing.saved.SMALLEST", 1024)
+    monkeypatch.setattr("ebbtide.tracing.saved_storages.SMALLEST", 1024)
     expected = plain(lambda deep, number: probed(deep, deep, number))
     for memory in (63_000, 120_000, 4_000_000):
         tiers = {"device": {"memory": memory}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}

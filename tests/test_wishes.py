@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import StateError
-from ebbtide.run.wishes import BEGIN, END, EVALUATED, FORWARD, GATHER, LOSS, REDUCE, STEP, TOKENS, Wish, judge
+from ebbtide.runtime.distributed.agreement import (
+    BEGIN,
+    END,
+    EVALUATED,
+    FORWARD,
+    GATHER,
+    LOSS,
+    REDUCE,
+    STEP,
+    TOKENS,
+    Wish,
+    judge,
+)
 
 wishes = st.lists(
     st.builds(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.kernels.build import FOLDER, KERNELS, compiler
+from ebbtide.kernels.compiler import FOLDER, KERNELS, compiler
 
 
 def start() -> ebbtide.Engine:

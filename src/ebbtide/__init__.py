@@ -6,12 +6,12 @@ from ebbtide.config import Config
 
 if TYPE_CHECKING:
     from ebbtide.engine import Engine, StepResult, initialize, tune_memory
-    from ebbtide.forecaster import Forecast
-    from ebbtide.forecasts import forecast
+    from ebbtide.forecast.forecast import forecast
+    from ebbtide.forecast.forecaster import Forecast
     from ebbtide.layout import Bank
-    from ebbtide.run.mixtures import ExpertAdapter, register_experts
-    from ebbtide.tracing.alone import Trace, trace
-    from ebbtide.tracing.imagining_flag import imagining
+    from ebbtide.runtime.distributed.experts.adapters import ExpertAdapter, register_experts
+    from ebbtide.tracing.standalone import Trace, trace
+    from ebbtide.tracing.symbolic.escapes import imagining
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,11 +39,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(engine, name)
     if name == "Forecast":
-        from ebbtide.forecaster import Forecast
+        from ebbtide.forecast.forecaster import Forecast
 
         return Forecast
     if name == "forecast":
-        from ebbtide.forecasts import forecast
+        from ebbtide.forecast.forecast import forecast
 
         return forecast
     if name == "Bank":
@@ -51,15 +51,15 @@ def __getattr__(name: str) -> Any:
 
         return Bank
     if name in ("ExpertAdapter", "register_experts"):
-        from ebbtide.run import mixtures
+        from ebbtide.runtime.distributed.experts import adapters
 
-        return getattr(mixtures, name)
+        return getattr(adapters, name)
     if name in ("Trace", "trace"):
-        from ebbtide.tracing import alone
+        from ebbtide.tracing import standalone
 
-        return getattr(alone, name)
+        return getattr(standalone, name)
     if name == "imagining":
-        from ebbtide.tracing.imagining_flag import imagining
+        from ebbtide.tracing.symbolic.escapes import imagining
 
         return imagining
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

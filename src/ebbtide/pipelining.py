@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
-from ebbtide.memory.parts import is_split
+from ebbtide.memory.dtensors import is_split
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 

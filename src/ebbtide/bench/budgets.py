@@ -10,11 +10,11 @@ from typing import Any
 from ebbtide.bench.steps import tokens
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError
+from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecast.simulation.strategies import Ask, Model, set_up
 from ebbtide.models import find_model
-from ebbtide.plan.machine import Machine
-from ebbtide.plan.place import make_plan
-from ebbtide.plan.strategies import Ask, Model, set_up
-from ebbtide.run.setup import PRECISIONS
+from ebbtide.planner.placement import make_plan
+from ebbtide.runtime.setup import PRECISIONS
 
 GB = 10**9
 FINE = 500
@@ -32,7 +32,7 @@ def for_share(
 ) -> dict[str, Any]:
     """RAM as one tier, and SSD in abundance: the least with at most that share of the state there. `state_alone`:
     parameters and gradients never leave RAM."""
-    from ebbtide.tracing.alone import trace
+    from ebbtide.tracing.standalone import trace
 
     module = find_model(model).on_meta()
     given = {key: value.to("meta") for key, value in tokens(model, batch, seq).items()}

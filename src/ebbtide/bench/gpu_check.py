@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.bench.steps import Ours, Plain, drawn_quickly, median_ratio, race
+from ebbtide.bench.steps import Ours, PlainLoop, drawn_quickly, median_ratio, race
 from ebbtide.kernels import ADAMW, Operands, cpu_kernels, gpu_kernels
 from ebbtide.models import spec_of
 
@@ -143,7 +143,7 @@ def _same_bits(kernels: Any) -> bool:
 def overhead(_: float) -> dict[str, Any]:
     """1B resident, against plain PyTorch with bf16 parameters and fp32 masters."""
     spec, data = gpt(20, 2048), batch(4, 1024)
-    plain = Plain(spec, data, torch.device("cuda"), module=drawn_quickly(spec))
+    plain = PlainLoop(spec, data, torch.device("cuda"), module=drawn_quickly(spec))
     plain.step()  # its optimizer state is there before ours counts what lies beside it
     ours = Ours(spec, data, {"clip": None}, module=drawn_quickly(spec))
     try:

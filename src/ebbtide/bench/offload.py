@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ebbtide.bench.progress import Progress, Report, silent
+from ebbtide.bench.progress import BenchProgress, Report, silent
 from ebbtide.bench.steps import Ours, median_ratio, suited, tokens
 from ebbtide.errors import BudgetError
 
@@ -45,7 +45,7 @@ def run(
         facts = resident.engine.stats()
         peak, model_data = facts["non_model_peak"], sum(facts["tags"]["device"].values())
         budgets = {share: {"device": {"memory": peak + model_data // share}} for share in shares}
-        progress = Progress(len(budgets) * (1 + len(OTHERS)), report)
+        progress = BenchProgress(len(budgets) * (1 + len(OTHERS)), report)
         rows = [
             _row(model, data, n, common | budget, repeats, resident, progress)
             for n, budget in budgets.items()
@@ -71,7 +71,7 @@ def _row(
     config: dict[str, Any],
     repeats: int,
     resident: Ours,
-    progress: Progress,
+    progress: BenchProgress,
 ) -> dict[str, Any]:
     row = {"share": f"1/{share}", "budget_bytes": config["device"]["memory"]}
     try:

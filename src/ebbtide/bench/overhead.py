@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from ebbtide.bench.progress import Report, silent
-from ebbtide.bench.steps import Ours, Plain, median_ratio, race, suited, tokens
+from ebbtide.bench.steps import Ours, PlainLoop, median_ratio, race, suited, tokens
 
 
 def run(
@@ -22,7 +22,7 @@ def run(
     data = tokens(model, batch, seq)
     precision = suited(precision)
     ours = Ours(model, data, {"clip": None, "precision": precision})
-    plain = Plain(model, data, ours.engine.device, precision)
+    plain = PlainLoop(model, data, ours.engine.device, precision)
     try:
         seconds = race({"ours": ours.step, "plain": plain.step}, repeats, after_itself=True, report=report)
         stats = ours.engine.stats()

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.backend.cpu import CpuBackend
 from ebbtide.config import Config
-from ebbtide.disk.space import DiskSpace
+from ebbtide.devices.cpu_device import CpuBackend
 from ebbtide.engine import Engine
 from ebbtide.kernels import Kernels, Operands, Rule, cpu_kernels
-from ebbtide.memory.ledger import Ledger
-from ebbtide.run.tiers import Tiers
+from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.space import DiskSpace
+from ebbtide.runtime.process_tiers import Tiers
 
 LAYERS = 12
 ELEMENTS = 1 << 16
@@ -33,7 +33,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class Case:
+class OverlapCase:
     """What sleeps, in units of one sleep a layer (or chunk); `units`: of the busier resource in a step."""
 
     units: int
@@ -50,24 +50,26 @@ class Case:
 
 _ON_SSD: dict[str, Any] = {"placement": "host", "updates": "in-backward", "host": {"memory": 0}}
 CASES = {
-    "compute, host to device": Case(
+    "compute, host to device": OverlapCase(
         2 * LAYERS, forward=True, backward=True, links=("host_to_device",), trained=False
     ),
-    "compute, device to host": Case(
+    "compute, device to host": OverlapCase(
         LAYERS,
         backward=True,
         links=("device_to_host",),
         config={"placement": "host", "updates": "in-backward"},
     ),
-    "compute, update on the host": Case(LAYERS, forward=True, update=True, config={"placement": "host"}),
-    "compute, SSD reads": Case(
+    "compute, update on the host": OverlapCase(
+        LAYERS, forward=True, update=True, config={"placement": "host"}
+    ),
+    "compute, SSD reads": OverlapCase(
         2 * LAYERS, forward=True, backward=True, disks=("ssd_read",), trained=False, config=_ON_SSD
     ),
-    "compute, SSD reads of state": Case(LAYERS, backward=True, disks=("ssd_read",), config=_ON_SSD),
-    "compute, SSD writes of state": Case(LAYERS, backward=True, disks=("ssd_write",), config=_ON_SSD),
-    "SSD reads, SSD writes": Case(LAYERS, disks=("ssd_read", "ssd_write"), config=_ON_SSD),
-    "update, SSD reads": Case(LAYERS, update=True, disks=("ssd_read",), config=_ON_SSD),
-    "update, SSD writes": Case(LAYERS, update=True, disks=("ssd_write",), config=_ON_SSD),
+    "compute, SSD reads of state": OverlapCase(LAYERS, backward=True, disks=("ssd_read",), config=_ON_SSD),
+    "compute, SSD writes of state": OverlapCase(LAYERS, backward=True, disks=("ssd_write",), config=_ON_SSD),
+    "SSD reads, SSD writes": OverlapCase(LAYERS, disks=("ssd_read", "ssd_write"), config=_ON_SSD),
+    "update, SSD reads": OverlapCase(LAYERS, update=True, disks=("ssd_read",), config=_ON_SSD),
+    "update, SSD writes": OverlapCase(LAYERS, update=True, disks=("ssd_write",), config=_ON_SSD),
 }
 
 
@@ -82,7 +84,7 @@ def run(unit: float = 0.02, repeats: int = 5, cases: tuple[str, ...] = tuple(CAS
     return {"unit_seconds": unit, "layers": LAYERS, "repeats": repeats, "rows": rows}
 
 
-def _measure(case: Case, unit: float, repeats: int, prefetch: bool) -> float:
+def _measure(case: OverlapCase, unit: float, repeats: int, prefetch: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         engine = _engine(case, unit, prefetch, Path(folder))
         try:
@@ -97,7 +99,7 @@ def _measure(case: Case, unit: float, repeats: int, prefetch: bool) -> float:
     return statistics.median(seconds[WARM_UP:])
 
 
-def _engine(case: Case, unit: float, prefetch: bool, folder: Path) -> Engine:
+def _engine(case: OverlapCase, unit: float, prefetch: bool, folder: Path) -> Engine:
     moved = CHUNK if not case.trained else STATE
     backend = CpuBackend(rates=dict.fromkeys(case.links, CHUNK / unit))
     one_tier = case.config.get("host") == {"memory": 0}
@@ -138,10 +140,10 @@ class _Slow:
 
 
 class _Chain(nn.Module):
-    def __init__(self, case: Case, unit: float) -> None:
+    def __init__(self, case: OverlapCase, unit: float) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            _Layer(case.trained, unit * case.forward, unit * case.backward) for _ in range(LAYERS)
+            _SleepingLayer(case.trained, unit * case.forward, unit * case.backward) for _ in range(LAYERS)
         )
         # An engine without anything to train has nothing to step.
         self.bias = nn.Parameter(torch.zeros(1024))
@@ -152,7 +154,7 @@ class _Chain(nn.Module):
         return (x + self.bias[:1]).sum()
 
 
-class _Layer(nn.Module):
+class _SleepingLayer(nn.Module):
     def __init__(self, trained: bool, forward: float, backward: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(ELEMENTS), requires_grad=trained)

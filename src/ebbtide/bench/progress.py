@@ -15,7 +15,7 @@ def silent(text: str) -> None:
     """For those who call a benchmark from Python."""
 
 
-class Progress:
+class BenchProgress:
     def __init__(self, total: int, report: Report) -> None:
         """`total`: pieces of work that take about as long as each other."""
         self._total, self._report = total, report

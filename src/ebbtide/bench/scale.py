@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from ebbtide.bench.ssd import bound_of, measure_ceilings, peak_rss
+from ebbtide.bench.ssd_steps import bound_of, measure_ceilings, peak_rss
 from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly, suited
-from ebbtide.forecaster import Forecaster, Workload
-from ebbtide.forecasts import find_largest
+from ebbtide.forecast.forecast import find_largest
+from ebbtide.forecast.forecaster import Forecaster, Workload
+from ebbtide.forecast.simulation.bound import least_streamed
+from ebbtide.forecast.simulation.machine import Machine
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
-from ebbtide.plan.bound import least_streamed
-from ebbtide.plan.machine import Machine
-from ebbtide.plan.shape import update_bytes
-from ebbtide.plan.stage import days_left
-from ebbtide.run.setup import PRECISIONS
+from ebbtide.planner.shape import update_bytes
+from ebbtide.planner.sizes import days_left
+from ebbtide.runtime.setup import PRECISIONS
 
 WIDTHS = (256, 512, 768, 1024, 1280, 1600, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
 DEPTH = 36

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ebbtide.backend.products import fast_dtype
-from ebbtide.bench.progress import Progress, Report, silent
+from ebbtide.bench.progress import BenchProgress, Report, silent
 from ebbtide.config import Config
+from ebbtide.devices.cpu_device import fast_dtype
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
-from ebbtide.run.setup import PRECISIONS
-from ebbtide.tracing.alone import NAMES
+from ebbtide.runtime.setup import PRECISIONS
+from ebbtide.tracing.standalone import NAMES
 
 LR = 1e-4
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ def built(model: str | ModelSpec) -> nn.Module:
     return (find_model(model) if isinstance(model, str) else model).build(0)
 
 
-class Plain:
+class PlainLoop:
     """Torch's fused AdamW, on fp32 masters of bf16 parameters or on fp32 parameters: what one writes by hand."""
 
     def __init__(
@@ -187,7 +187,7 @@ def race(
     """Seconds of jobs that run in turn; the first rounds (traces, plans, first touch) do not count. `after_itself`: each
     runs twice, and the second time counts."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    progress = Progress(rounds + warm_up, report)
+    progress = BenchProgress(rounds + warm_up, report)
     for number in range(rounds + warm_up):
         for name, job in jobs.items():
             if after_itself:

@@ -22,8 +22,8 @@ from ebbtide import __version__
 from ebbtide.cli.bench import bench
 from ebbtide.cli.demo import demo
 from ebbtide.cli.doctor import doctor
-from ebbtide.cli.options import spelled_out
 from ebbtide.cli.plan import plan
+from ebbtide.cli.settings import spelled_out
 from ebbtide.cli.train import train
 from ebbtide.errors import EbbtideError, nearest
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from ebbtide.cli.options import AUTO, SIZE, at_least, one_of
+from ebbtide.cli.settings import AUTO, SIZE, at_least, one_of
 from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
 
@@ -63,8 +63,8 @@ def overhead(
         model = _quickly(context, "model", "gpt2-tiny", model)
         repeats = _quickly(context, "repeats", 5, repeats)
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.backend.heap import tune_memory
     from ebbtide.bench.overhead import run
+    from ebbtide.devices.heap import tune_memory
 
     tune_memory(scarce=False)
     _print(run(**options, report=_say), json)
@@ -87,8 +87,8 @@ def offload(
         seq = _quickly(context, "seq", 128, seq)
         repeats = _quickly(context, "repeats", 3, repeats)
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.backend.heap import tune_memory
     from ebbtide.bench.offload import run
+    from ebbtide.devices.heap import tune_memory
 
     tune_memory(scarce=False)
     _print(run(**options, report=_say), json)
@@ -120,7 +120,7 @@ def forecast(
         if not (part.isascii() and part.isdecimal()) or int(part) < 2:
             raise ConfigError(f"--seqs: expected lengths such as 256,1024, found {seqs!r}")
         lengths.append(int(part))
-    from ebbtide.bench.forecast import run
+    from ebbtide.bench.forecast_accuracy import run
 
     found = run(tuple(models.split(",")), tuple(lengths), repeats, None, _say, journal, visits)
     _print(found, json)
@@ -147,7 +147,7 @@ def ssd(
     at_least("--repeats", repeats, 1)
     at_least("--seq", seq, 2)
     found = _precision(precision)
-    from ebbtide.bench.ssd import run
+    from ebbtide.bench.ssd_steps import run
 
     parts = tuple(_share("--shares", part, shares) for part in shares.split(","))
     _print(run(tuple(models.split(",")), parts, seq, repeats, folder, found, report=_say), json)
@@ -190,7 +190,7 @@ def lockfree(
         at_least(flag, value, least)
     if not 0 < seconds <= 3600:
         raise ConfigError(f"--seconds: expected seconds above 0 and up to 3600, found {seconds}")
-    from ebbtide.bench.lockfree import go_on, run
+    from ebbtide.bench.lock_free_steps import go_on, run
     from ebbtide.cli.data import load_text
 
     text = load_text(data)
@@ -254,7 +254,7 @@ def ranks(
                 f"--batch: expected a multiple of {part}, for so many ranks share it; found {batch}"
             )
         numbers.append(int(part))
-    from ebbtide.bench.ranks import run
+    from ebbtide.bench.rank_scaling import run
 
     _print(run(**options, sizes=numbers, report=_say), json)
 
@@ -276,7 +276,7 @@ def save(
         model = _quickly(context, "model", "gpt2-124m", model)
         repeats = _quickly(context, "repeats", 1, repeats)
     at_least("--repeats", repeats, 1)
-    from ebbtide.bench.save import run
+    from ebbtide.bench.save_speed import run
 
     _print(run(model, repeats, folder, report=_say), json)
 

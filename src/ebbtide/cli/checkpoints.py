@@ -12,11 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ebbtide.checkpoint.folders import RunFolder, find
 from ebbtide.cli.loop import Step, Training
 from ebbtide.cli.output import say
 from ebbtide.cli.signals import ENDING
 from ebbtide.errors import ConfigError
-from ebbtide.state.folders import Run, find
 
 FOLDER = "checkpoints"
 AUTO = "auto"
@@ -33,7 +33,7 @@ class Checkpoints:
         """From the newest checkpoint of this run, where there is one, or from the one that is named. What the run had
         come to, where it was at its end."""
         folder = self._folder if wanted == AUTO else Path(wanted)
-        there = Run(folder).latest() is not None
+        there = RunFolder(folder).latest() is not None
         if wanted == AUTO and not self._training.world.all(there)[0]:
             return None
         state = self._training.engine.load(folder)

@@ -88,13 +88,13 @@ def _train(training: Training) -> str:
 
 def _training(text: Text, precision: str, steps: int, budget: int | str) -> Training:
     from ebbtide.cli.loop import Training
-    from ebbtide.cli.options import Task
+    from ebbtide.cli.settings import TrainTask
     from ebbtide.config import Config
     from ebbtide.models.presets import PRESETS
     from ebbtide.models.spec import spec_of
 
     settings = {"precision": precision, "optimizer.lr": LR, "device.memory": budget, "clip": 1.0}
-    task = Task("demo", None, steps, BATCH, SEQ)
+    task = TrainTask("demo", None, steps, BATCH, SEQ)
     spec = spec_of(task.model, PRESETS["gpt2-tiny"] | SHAPE)
     return Training(task, Config().with_(settings), text, spec)
 

@@ -11,7 +11,7 @@ from typer import Option
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ebbtide.doctor.examine import Findings
+    from ebbtide.forecast.doctor.examine import Findings
 
 
 def doctor(
@@ -31,8 +31,8 @@ def doctor(
         out.parent.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
-    from ebbtide.backend.heap import tune_memory
-    from ebbtide.doctor.examine import FULL, QUICK, examine
+    from ebbtide.devices.heap import tune_memory
+    from ebbtide.forecast.doctor.examine import FULL, QUICK, examine
 
     tune_memory(scarce=False)
     begin = time.perf_counter()
@@ -58,7 +58,7 @@ def doctor(
 
 
 def _write(out: Path, found: Findings) -> None:
-    from ebbtide.doctor.written import machine_toml
+    from ebbtide.forecast.doctor.machine_file import machine_toml
 
     quick = ", quickly" if found.raw["quick"] else ""
     heading = f"Measured by `ebbtide doctor`{quick}: {found.raw['device']}."

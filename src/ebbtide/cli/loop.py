@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from ebbtide.cli.data import Text, load_text
-from ebbtide.cli.options import Task
+from ebbtide.cli.settings import TrainTask
 from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
 from ebbtide.config import Config
@@ -21,7 +21,7 @@ from ebbtide.engine import initialize, tune_memory
 from ebbtide.errors import ConfigError
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
-from ebbtide.plan.stage import days_left
+from ebbtide.planner.sizes import days_left
 from ebbtide.units import format_size
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,7 +49,7 @@ class Training:
 
     def __init__(
         self,
-        task: Task,
+        task: TrainTask,
         config: Config,
         text: Text | None = None,
         spec: ModelSpec | None = None,
@@ -208,7 +208,7 @@ class Training:
         return {"ssd_write_bytes_per_step": round(written), **({"endurance_days": days} if days else {})}
 
 
-def _check_size(task: Task) -> None:
+def _check_size(task: TrainTask) -> None:
     """Token ids alone, eight bytes each."""
     needed, total = 8 * task.batch * task.seq, psutil.virtual_memory().total
     if needed > total:

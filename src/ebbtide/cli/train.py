@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from ebbtide.cli.options import SIZE, Task, configure, offloaded, one_of
+from ebbtide.cli.settings import SIZE, TrainTask, configure, offloaded, one_of
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.strict import read_file
@@ -76,7 +76,7 @@ def train(
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Train a model within memory budgets."""
-    task = Task(
+    task = TrainTask(
         model, data, steps, batch, seq, seed, schedule, eval_every, checkpoint_activations, save_every, keep
     )
     if out is None and (save_every or resume == "auto"):
@@ -125,9 +125,9 @@ def train(
 
 def _check(model: str, data: str | None, out: Path | None, resume: str | None) -> None:
     """Names and paths, before torch is imported."""
+    from ebbtide.checkpoint.folders import find
     from ebbtide.cli.data import check_text
     from ebbtide.models.lookup import look_up
-    from ebbtide.state.folders import find
 
     look_up(model)
     if data is not None:
@@ -142,7 +142,7 @@ def _in_fast_precision(settings: Config, file: Path | None) -> Config:
     """Where nothing says the precision, and bf16 would be emulated: fp32. It is said with the first step."""
     import torch
 
-    from ebbtide.backend.products import fast_dtype
+    from ebbtide.devices.cpu_device import fast_dtype
 
     kind = settings.device.kind
     on_cpu = kind == "cpu" or (kind == "auto" and not torch.cuda.is_available())
@@ -170,7 +170,7 @@ def _run(
     """What training came to."""
     from ebbtide.cli.checkpoints import Checkpoints
     from ebbtide.cli.output import say, with_progress
-    from ebbtide.cli.save import Metrics, save_model
+    from ebbtide.cli.run_folder import Metrics, save_model
 
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None

@@ -48,7 +48,7 @@ class World:
             return [mine]
         import torch.distributed as dist
 
-        from ebbtide.run.ranks import lost
+        from ebbtide.runtime.distributed.ranks import lost
 
         found: list[Any] = [None] * self.size
         try:
@@ -66,7 +66,7 @@ class World:
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """Among the processes that torchrun started; alone where it did not. `device`: the setting."""
-    from ebbtide.run.launched import join, launched
+    from ebbtide.runtime.distributed.launch import join, launched
 
     size, _ = launched()
     if size == 1:

@@ -3,6 +3,6 @@
 from ebbtide.engine.process import tune_memory
 from ebbtide.engine.stepping import StepResult
 from ebbtide.engine.training import Engine, initialize
-from ebbtide.run.tiers import Tiers, open_tiers
+from ebbtide.runtime.process_tiers import Tiers, open_tiers
 
 __all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers", "tune_memory"]

@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ebbtide.checkpoint import values
+from ebbtide.checkpoint.tensor_parts import WEIGHTS, TensorPart, parts_of
 from ebbtide.errors import ConfigError, StateError
-from ebbtide.memory.glance import PORTION
-from ebbtide.memory.ledger import AVERAGE
-from ebbtide.run.session import Session
-from ebbtide.state import values
-from ebbtide.state.parts import WEIGHTS, Part, parts_of
+from ebbtide.memory.budget import AVERAGE
+from ebbtide.memory.chunk_access import PORTION
+from ebbtide.runtime.session import Session
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _AveragedTensor:
     """A parameter's average: this rank's elements of it."""
 
-    weights: Part
+    weights: TensorPart
     flat: torch.Tensor
 
     def portions(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -60,7 +60,9 @@ class Average:
         session.ledger.reserve(self._tier, AVERAGE, nbytes)
         self._release = weakref.finalize(self, session.ledger.release, self._tier, AVERAGE, nbytes)
         self._settle()
-        self._kept = [_Kept(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)]
+        self._kept = [
+            _AveragedTensor(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)
+        ]
         self.restart()
 
     # -- what it takes in -----------------------------------------------------------------------------
@@ -137,12 +139,12 @@ class Average:
 
     # -- saved with the rest --------------------------------------------------------------------------
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TensorPart]:
         self.catch_up()
         for kept in self._kept:
             yield self._part(kept)
 
-    def _part(self, kept: _Kept) -> Part:
+    def _part(self, kept: _AveragedTensor) -> TensorPart:
         begin, end = kept.weights.range
 
         def load(first: int, out: torch.Tensor) -> None:

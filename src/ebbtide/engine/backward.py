@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ebbtide.engine.held import Held, alone
+from ebbtide.engine.held import EngineCore, alone
+from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
-from ebbtide.optimizer import EngineOptimizer
-from ebbtide.run.scaler import LossScaler
-from ebbtide.run.wishes import LOSS
-from ebbtide.runtime.gradients.led import leading
+from ebbtide.runtime.distributed.agreement import LOSS
+from ebbtide.runtime.gradients.stand_ins import leading
+from ebbtide.runtime.updates.loss_scale import LossScaler
 
 
-class Reversing(Held):
+class Backpropagation(EngineCore):
     optimizer: EngineOptimizer
     _scaler: LossScaler | None
     _own_backward: OwnBackward

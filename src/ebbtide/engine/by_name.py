@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from ebbtide.disk.vectors import view
-from ebbtide.engine.held import Held
+from ebbtide.checkpoint import values
+from ebbtide.engine.held import EngineCore
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
-from ebbtide.memory.ledger import SNAPSHOT
-from ebbtide.run.scaler import LossScaler
-from ebbtide.state import values
+from ebbtide.memory.budget import SNAPSHOT
+from ebbtide.memory.disk.vectors import view
+from ebbtide.runtime.updates.loss_scale import LossScaler
 
 
-class ByName(Held):
+class ValuesByName(EngineCore):
     _scaler: LossScaler | None
 
     @contextmanager

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from torch import nn
 
-from ebbtide.engine.held import Held
+from ebbtide.engine.held import EngineCore
 
 
-class ModuleFace(Held):
+class ModuleFace(EngineCore):
     def train(self, mode: bool = True) -> Self:
         """`module.train()`."""
         self.module.train(mode)

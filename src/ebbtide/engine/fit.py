@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.errors import UnsupportedError
-from ebbtide.plan.place import enough
-from ebbtide.plan.uses import SCALARS
-from ebbtide.record import Record
-from ebbtide.run.session import Session
-from ebbtide.runtime.planning.call import Call, call_of
-from ebbtide.tracing.alone import arguments_of
+from ebbtide.planner.placement import enough
+from ebbtide.planner.record import Record
+from ebbtide.planner.uses import SCALARS
+from ebbtide.runtime.planning.calls import Call, call_of
+from ebbtide.runtime.session import Session
+from ebbtide.tracing.standalone import arguments_of
 from ebbtide.units import format_size
 
 

@@ -16,9 +16,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbtide.config import Config, OptimizerConfig
+from ebbtide.engine.optimizer import EngineOptimizer, as_settings, joined
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
-from ebbtide.optimizer import EngineOptimizer, as_settings, joined
-from ebbtide.runtime.parameters.away import name_of_managed
+from ebbtide.runtime.parameters.parameter_classes import name_of_managed
 
 _hooked: list[Any] = []
 

@@ -15,9 +15,9 @@ from ebbtide.config import Config
 from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
-from ebbtide.intercept.compiled import has_compiler
-from ebbtide.run.companions import Companions
-from ebbtide.run.session import Session
+from ebbtide.runtime.distributed.model_parallel import ModelParallel
+from ebbtide.runtime.session import Session
+from ebbtide.tracing.hooks.compiled import has_compiler
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -27,7 +27,7 @@ def alone(method: Method) -> Method:
     left_alone: list[Any] = []
 
     @wraps(method)
-    def called(self: Held, *args: Any, **kwargs: Any) -> Any:
+    def called(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
         if not left_alone and has_compiler():
             left_alone.append(torch.compiler.disable(method))
         try:
@@ -39,7 +39,7 @@ def alone(method: Method) -> Method:
     return called  # type: ignore[return-value]
 
 
-class Held:
+class EngineCore:
     config: Config
     module: nn.Module
     steps: int
@@ -82,7 +82,7 @@ class Held:
             self._turn.release()
 
     @property
-    def _companions(self) -> Companions | None:
+    def _companions(self) -> ModelParallel | None:
         """Those that have the rest of the model."""
         return self._session.updates.companions
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ebbtide.errors import StateError, UnsupportedError
-from ebbtide.run.session import Session
-from ebbtide.runtime.gradients.led import is_led
+from ebbtide.runtime.gradients.stand_ins import is_led
+from ebbtide.runtime.session import Session
 
 DEPTH = 3
 """How deep outputs are looked for in objects of the user's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbtide.backend import heap
+from ebbtide.devices import heap
 from ebbtide.engine.training import Engine
 
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
+from ebbtide.checkpoint import resume, shared_folders
+from ebbtide.checkpoint.export import export
+from ebbtide.checkpoint.folders import is_run, step_of
+from ebbtide.checkpoint.saving import Saver, checkpoints
+from ebbtide.checkpoint.weight_files import WeightFiles
 from ebbtide.engine.average import Average
-from ebbtide.engine.held import Held
+from ebbtide.engine.held import EngineCore
+from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
-from ebbtide.optimizer import EngineOptimizer
-from ebbtide.run.companions import others_too
-from ebbtide.run.course import IDLE
-from ebbtide.run.scaler import LossScaler
-from ebbtide.run.wishes import LOAD, SAVE
-from ebbtide.state import moments, resume, together
-from ebbtide.state.export import export
-from ebbtide.state.folders import is_run, step_of
-from ebbtide.state.saving import Saver, checkpoints
-from ebbtide.state.weights import WeightFiles
+from ebbtide.runtime.distributed.agreement import LOAD, SAVE
+from ebbtide.runtime.distributed.model_parallel import others_too
+from ebbtide.runtime.movement.plan_cursor import IDLE
+from ebbtide.runtime.updates.loss_scale import LossScaler
 
 
-class Saved(Held):
+class Checkpointing(EngineCore):
     optimizer: EngineOptimizer
     _scaler: LossScaler | None
     _saver: Saver
@@ -87,7 +87,7 @@ class Saved(Held):
         session, companions, own = self._session, self._companions, self._of_part(Path(path))
         session.refuse_swapped()
         with others_too(companions):
-            folder = together.find(own if own.is_dir() else path, session.ranks)
+            folder = shared_folders.find(own if own.is_dir() else path, session.ranks)
         if companions is not None:
             companions.require_same_step(step_of(folder))
 
@@ -131,11 +131,11 @@ class Saved(Held):
         """What `optimizer.load_state_dict` is given of a torch optimizer's state."""
         session = self._open()
         session.refuse_swapped()
-        found = moments.by_name(session, self.optimizer.param_groups, state_dict)
+        found = resume.by_name(session, self.optimizer.param_groups, state_dict)
         self._end_pending()
         self._clear()
         session.updates.drain()
-        self.steps = moments.take(session, found)
+        self.steps = resume.take(session, found)
 
     def ema(self, decay: float) -> Average:
         """An average of the weights from now on: at every step `decay` of what it was, and the rest of what they are. It

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbtide.checkpoint.saving import Saver
 from ebbtide.engine.foreign import Schedulers
-from ebbtide.engine.held import Held, alone
+from ebbtide.engine.held import EngineCore, alone
+from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Decision, Guarded, Scaling
-from ebbtide.optimizer import EngineOptimizer
-from ebbtide.run.scaler import LossScaler
-from ebbtide.run.wishes import STEP
-from ebbtide.state.saving import Saver
+from ebbtide.runtime.distributed.agreement import STEP
+from ebbtide.runtime.updates.loss_scale import LossScaler
 
 NOTHING_TRAINED = (
     "engine.step(): backward brought no gradient to a parameter of the optimizer, so nothing would be trained: the loss "
@@ -36,7 +36,7 @@ class StepResult:
     loss_scale: float = 1.0
 
 
-class Stepping(Held):
+class Stepping(EngineCore):
     optimizer: EngineOptimizer
     _scaler: LossScaler | None
     _saver: Saver
@@ -108,7 +108,7 @@ class Stepping(Held):
             self._refuse_nonfinite_outside()
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
-        session.foresee()
+        session.prelaunch()
         scaling = Scaling(self._unscale(), self.config.clip if self._clip_once is None else self._clip_once)
         decision = self._step_guarded(scaling)
         if decision is None:
@@ -208,7 +208,7 @@ class Stepping(Held):
         if guarded is None:
             return None
         with self._no_way_back():
-            updates.chunks.start_foreseen(scaling.unscale, guarded)
+            updates.chunks.start_prelaunched(scaling.unscale, guarded)
             decision, interrupt = _outlast(guarded)
             if decision is not None:
                 self._take(decision)

@@ -15,30 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ebbtide.checkpoint.first_values import Start
+from ebbtide.checkpoint.module_guard import guard, hand_back, own_values, refuse_held, retire
+from ebbtide.checkpoint.saving import Saver
+from ebbtide.checkpoint.values import names
+from ebbtide.checkpoint.weight_files import WeightFiles
 from ebbtide.config import Config
-from ebbtide.engine.backward import Reversing
-from ebbtide.engine.by_name import ByName
+from ebbtide.engine.backward import Backpropagation
+from ebbtide.engine.by_name import ValuesByName
 from ebbtide.engine.face import ModuleFace
 from ebbtide.engine.fit import Fit, fit
 from ebbtide.engine.foreign import Schedulers, handed_over, refuse_foreign_steps
 from ebbtide.engine.held import alone
+from ebbtide.engine.optimizer import make_optimizer
 from ebbtide.engine.own_backward import OwnBackward
-from ebbtide.engine.saved import Saved
+from ebbtide.engine.saved import Checkpointing
 from ebbtide.engine.stepping import Stepping, StepResult
 from ebbtide.engine.tracebacks import show_users_lines
 from ebbtide.errors import ConfigError, UnsupportedError
-from ebbtide.intercept.calls import RootCalls
-from ebbtide.intercept.generation import InStep
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
-from ebbtide.optimizer import make_optimizer
-from ebbtide.run.companions import Companions, find_companions, others_too
-from ebbtide.run.course import IDLE
-from ebbtide.run.facts import facts
-from ebbtide.run.launched import join_if_launched
-from ebbtide.run.ranks import Ranks, all_or_none, open_ranks
-from ebbtide.run.scaler import LossScaler
-from ebbtide.run.session import Session
-from ebbtide.run.setup import (
+from ebbtide.runtime.distributed.launch import join_if_launched
+from ebbtide.runtime.distributed.model_parallel import ModelParallel, find_model_parallel, others_too
+from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, open_ranks
+from ebbtide.runtime.movement.plan_cursor import IDLE
+from ebbtide.runtime.planning.calls import call_of
+from ebbtide.runtime.planning.earlier_passes import ways_back
+from ebbtide.runtime.process_tiers import Tiers, shared_tiers
+from ebbtide.runtime.session import Session
+from ebbtide.runtime.setup import (
     Choice,
     alike,
     choose,
@@ -46,14 +50,9 @@ from ebbtide.run.setup import (
     refuse_unbuilt,
     warn_of_slow_products,
 )
-from ebbtide.run.tiers import Tiers, shared_tiers
-from ebbtide.run.waiting import ways_back
-from ebbtide.runtime.planning.call import call_of
-from ebbtide.state.module import guard, hand_back, own_values, refuse_held, retire
-from ebbtide.state.saving import Saver
-from ebbtide.state.start import Start
-from ebbtide.state.values import names
-from ebbtide.state.weights import WeightFiles
+from ebbtide.runtime.stats import facts
+from ebbtide.runtime.updates.loss_scale import LossScaler
+from ebbtide.tracing.hooks.root_calls import InStep, RootCalls
 
 
 def initialize(
@@ -89,7 +88,7 @@ def _refuse(module: nn.Module, config: Config) -> None:
         raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
 
 
-class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
+class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace):
     def __init__(
         self,
         module: nn.Module,
@@ -105,7 +104,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         join_if_launched(config.device.kind)
         ranks = open_ranks(group)
         is_module = isinstance(module, nn.Module)
-        companions = find_companions(module, group, stages, ranks) if is_module else None
+        companions = find_model_parallel(module, group, stages, ranks) if is_module else None
         with others_too(companions), all_or_none(ranks):
             _refuse(module, config)
             choice = choose(module, config)
@@ -168,7 +167,7 @@ class Engine(ByName, Saved, Reversing, Stepping, ModuleFace):
         kernels: Mapping[str, Kernels],
         files: WeightFiles | None,
         ranks: Ranks | None,
-        companions: Companions | None,
+        companions: ModelParallel | None,
     ) -> Session:
         tiers, start = self._tiers, Start(self.module, files)
         session = Session(self.module, choice, self.config, tiers, kernels, start, ranks, companions)

@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ebbtide.errors import ConfigError
 from ebbtide.integrations import _lightning as private
-from ebbtide.run.launched import launched
-from ebbtide.tracing.imagining_flag import imagining
+from ebbtide.runtime.distributed.launch import launched
+from ebbtide.tracing.symbolic.escapes import imagining
 
 
-class Ranks(ParallelStrategy):
+class LightningRanks(ParallelStrategy):
     """With one device there is one process, which knows of no others."""
 
     num_nodes = 1

@@ -24,7 +24,7 @@ from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _lightning as private
-from ebbtide.integrations._lightning_ranks import Ranks
+from ebbtide.integrations._lightning_ranks import LightningRanks
 from ebbtide.integrations._models import holder, take
 from ebbtide.integrations._refused import refuse_placed
 from ebbtide.integrations._settings import Given, with_precision
@@ -68,7 +68,7 @@ class EbbtidePrecision(Precision):
         )
 
 
-class EbbtideStrategy(Ranks):
+class EbbtideStrategy(LightningRanks):
     """`config`: the engine's settings, as `ebbtide.initialize` takes them; precision is fp32 unless it names another."""
 
     strategy_name = "ebbtide"

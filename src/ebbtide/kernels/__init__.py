@@ -28,13 +28,13 @@ __all__ = [
 
 def cpu_kernels(threads: int | None = None, native: bool | None = None) -> Kernels:
     """The kernels for CPU tensors: native where that can be had; `native` says it must, or must not."""
-    from ebbtide.kernels.build import load
+    from ebbtide.kernels.compiler import load
 
     library = load() if native is not False else None
     if library is not None:
         return NativeKernels(library, threads)
     if native:
-        raise RuntimeError("there are no native kernels; `python -m ebbtide.kernels.build` says why")
+        raise RuntimeError("there are no native kernels; `python -m ebbtide.kernels.compiler` says why")
     return FallbackKernels()
 
 

@@ -7,7 +7,7 @@ import functools
 import zlib
 from array import array
 
-from ebbtide.kernels.build import load
+from ebbtide.kernels.compiler import load
 
 
 def crc32(address: int, nbytes: int, before: int = 0) -> int:

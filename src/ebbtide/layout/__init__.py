@@ -5,23 +5,23 @@ element offset in each. Nothing here knows how many processes there are: chunks 
 `ALIGNMENT` elements, and so does whatever slices they are cut into.
 """
 
-from ebbtide.layout.build import build_layout, main_dtype, unit_elements
+from ebbtide.layout.chunk_size import ChunkSizeCandidate, ChunkSizeSearch, search_chunk_size, search_uniform
 from ebbtide.layout.experts import Bank, build_spread_layout, expert_sets, odd_bank
 from ebbtide.layout.groups import grouped, joined
-from ebbtide.layout.search import Candidate, Search, search_chunk_size, search_uniform
-from ebbtide.layout.slices import ALONE, Share, Slicing
-from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, Chunk, Fragment, Layout, Span, TensorSpec
+from ebbtide.layout.packing import build_layout, main_dtype, unit_elements
+from ebbtide.layout.slicing import ALONE, Share, Slicing
+from ebbtide.layout.spans import ALIGNMENT, ITEMSIZE, ChunkSpec, Layout, PagePiece, Span, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
     "ALONE",
     "ITEMSIZE",
     "Bank",
-    "Candidate",
-    "Chunk",
-    "Fragment",
+    "ChunkSizeCandidate",
+    "ChunkSizeSearch",
+    "ChunkSpec",
     "Layout",
-    "Search",
+    "PagePiece",
     "Share",
     "Slicing",
     "Span",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ebbtide.errors import LayoutError
-from ebbtide.layout.build import build_layout
-from ebbtide.layout.spans import ALIGNMENT, Chunk, Layout, Span, TensorSpec
+from ebbtide.layout.packing import build_layout
+from ebbtide.layout.spans import ALIGNMENT, ChunkSpec, Layout, Span, TensorSpec
 from ebbtide.units import round_up
 
 
@@ -117,14 +117,14 @@ def _joined(rest: Layout, drafts: Sequence[_Draft], specs: Mapping[str, TensorSp
     """Chunks are numbered in the order of their first tensors, as they are without experts."""
     order = {name: position for position, name in enumerate(specs)}
     ends = dict(rest.ends)
-    found: list[tuple[int, Chunk, Mapping[str, int]]] = []
+    found: list[tuple[int, ChunkSpec, Mapping[str, int]]] = []
     for chunk in rest.chunks:
         names = rest.names_of(chunk.index)
         found.append((order[names[0]], chunk, {name: rest.spans[name].offset for name in names}))
     experts: dict[int, int] = {}
     for draft in drafts:
         start = round_up(ends.get(draft.dtype, 0), rest.unit if rest.cut == "page" else ALIGNMENT)
-        chunk = Chunk(0, draft.dtype, draft.size, start, draft.size)
+        chunk = ChunkSpec(0, draft.dtype, draft.size, start, draft.size)
         ends[draft.dtype] = start + draft.size
         first = min(order[name] for name in draft.places)
         experts[first] = draft.alike

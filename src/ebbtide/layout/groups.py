@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ebbtide.layout.slices import Slicing
-from ebbtide.layout.spans import Chunk, Layout, Span
+from ebbtide.layout.slicing import Slicing
+from ebbtide.layout.spans import ChunkSpec, Layout, Span
 
 
 def joined(layouts: Sequence[Layout]) -> Layout:
     """Their chunks one after the other."""
-    chunks: list[Chunk] = []
+    chunks: list[ChunkSpec] = []
     spans: dict[str, Span] = {}
     ends: dict[str, int] = {}
     for layout in layouts:
@@ -31,7 +31,7 @@ def grouped(layout: Layout, ranks: int) -> Layout:
     if ranks == 1:
         return layout
     group_of: dict[int, tuple[int, int]] = {}
-    made: list[Chunk] = []
+    made: list[ChunkSpec] = []
     members: list[int] = []
 
     def close() -> None:

@@ -89,7 +89,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkSpec:
     """A contiguous run of elements of one dtype. All counts are elements and multiples of `ALIGNMENT`."""
 
     index: int
@@ -101,7 +101,7 @@ class Chunk:
     """Up to the end of the last tensor; what follows is padding."""
 
 
-class Fragment(NamedTuple):
+class PagePiece(NamedTuple):
     """A piece of a chunk that lies within one page."""
 
     page: int
@@ -117,7 +117,7 @@ class Layout:
     cut: str
     unit: int
     """Elements of a chunk (cut `chunk`) or of a page (cut `page`); the alignment for cut `tensor`."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkSpec, ...]
     spans: Mapping[str, Span]
     """By name, in definition order."""
     spread: Mapping[int, int] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Layout:
     def names_of(self, chunk: int) -> tuple[str, ...]:
         return self._names[chunk]
 
-    def pages(self, chunk: int) -> list[Fragment]:
+    def pages(self, chunk: int) -> list[PagePiece]:
         """The pieces of a chunk in the pages that store it, in order.
 
         Pages are numbered through all dtypes, so that a number means one page. Where the cut is not by page,
@@ -160,13 +160,13 @@ class Layout:
         """
         one = self.chunks[chunk]
         if self.cut != "page":
-            return [Fragment(chunk, 0, 0, one.size)]
+            return [PagePiece(chunk, 0, 0, one.size)]
         first_page = self._first_pages[one.dtype]
         fragments, done = [], 0
         while done < one.size:
             page, offset = divmod(one.start + done, self.unit)
             length = min(self.unit - offset, one.size - done)
-            fragments.append(Fragment(first_page + page, offset, done, length))
+            fragments.append(PagePiece(first_page + page, offset, done, length))
             done += length
         return fragments
 

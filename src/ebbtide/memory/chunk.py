@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
-from ebbtide.backend.base import Event
-from ebbtide.memory.host import Fragment
-from ebbtide.memory.ssd import Stored
-from ebbtide.plan.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
+from ebbtide.devices.device import Event
+from ebbtide.memory.host_space import HostFragment
+from ebbtide.memory.ssd_space import StoredRange
+from ebbtide.planner.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 
 TIERS = ("device", "host", "ssd")
 TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE, WIRE = LINKS = (
@@ -31,7 +31,7 @@ PASSING = (PARAM, GRAD, *GATHERED)
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-class Work(Protocol):
+class ChunkWork(Protocol):
     """Something that reads and writes chunks beside the computation, such as an update."""
 
     @property
@@ -50,8 +50,8 @@ class Chunk:
     size: int
     nbytes: int
     device: torch.Tensor | None = None
-    host: list[Fragment] | None = None
-    ssd: list[Stored] | None = None
+    host: list[HostFragment] | None = None
+    ssd: list[StoredRange] | None = None
     device_valid: bool = False
     host_valid: bool = False
     ssd_valid: bool = False
@@ -63,7 +63,7 @@ class Chunk:
     """The last move's events: on a GPU the host must synchronise with them before it touches its copy."""
     aliases: int = 0
     """How many tensors of ours share the device copy's storage."""
-    work: Work | None = None
+    work: ChunkWork | None = None
     """What has the chunk to itself until it is settled."""
 
     def __str__(self) -> str:

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from ebbtide.intercept import ParameterRun, Unit
-from ebbtide.record import (
+from ebbtide.planner.record import (
     BACKWARD,
     FORWARD,
     GRADIENT,
@@ -32,6 +31,7 @@ from ebbtide.record import (
     Work,
     event,
 )
+from ebbtide.tracing.hooks import ParameterRun, Unit
 from ebbtide.tracing.meter import storage_bytes
 
 BETWEEN = 1.5

@@ -1,4 +1,10 @@
-"""Exact live bytes of non-model data: a dispatch mode that follows storages, or the allocator's counters.
+"""A backward pass that the user's code started, looked at operator by operator.
+
+Autograd runs every node of a graph under the thread-local state that its caller had: a dispatch mode that is pushed
+while one node runs is gone with it. So the mode is pushed before each node and popped after it. What autograd adds up
+between two nodes it adds without the mode; the next node is given the sum.
+
+Exact live bytes of non-model data: a dispatch mode that follows storages, or the allocator's counters.
 
 Nothing is polled. On the CPU every operator's outputs are seen as they are made and a weak reference says
 when their storage dies; on CUDA the allocator keeps the peak, and the meter is told when chunks come and go
@@ -8,7 +14,8 @@ so that a prefetch is not taken for an activation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,14 +24,61 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.errors import UnsupportedError
-from ebbtide.intercept.sums import carried_out
-from ebbtide.memory.parts import kind_of_parts, part_of
-from ebbtide.record import Work
-from ebbtide.tracing.cost import tensors_in, work_of
-from ebbtide.tracing.elsewhere import Rules
-from ebbtide.tracing.layouts import as_laid_out
-from ebbtide.tracing.recurrent import with_workspace
+from ebbtide.memory.dtensors import kind_of_parts, part_of
+from ebbtide.planner.record import Work
+from ebbtide.tracing.device_rules import Rules
+from ebbtide.tracing.hooks.gradient_sums import carried_out
+from ebbtide.tracing.operator_cost import tensors_in, work_of
+from ebbtide.tracing.symbolic.corrections import as_laid_out, with_workspace
 from ebbtide.units import round_up
+
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+class ByNode:
+    def __init__(self) -> None:
+        self._mode: TorchDispatchMode | None = None
+        self._note: Callable[[Any], None] = lambda gradients: None
+        self._seen: set[Any] = set()
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def around(self, mode: TorchDispatchMode, note: Callable[[Any], None]) -> Iterator[None]:
+        """A backward: `mode` is around each node that `reach` has come to; `note` is told of what nodes are given."""
+        self._mode, self._note = mode, note
+        try:
+            yield
+        finally:
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                handle.remove()
+            self._mode = None
+            self._seen = set()
+
+    def reach(self) -> None:
+        """A node is about to run: it has the mode, and so has what is behind it, but for leaves, which stay."""
+        running = torch._C._current_autograd_node()
+        if self._mode is None or running is None or running in self._seen:
+            return
+        self._seen.add(running)
+        todo = [running]
+        while todo:
+            following = {node for node, _ in todo.pop().next_functions if node is not None} - self._seen
+            self._seen |= following
+            todo += following
+            for node in following:
+                if node.name() != LEAF:
+                    self._handles += [node.register_prehook(self._before), node.register_hook(self._after)]
+        torch._C._push_on_torch_dispatch_stack(self._mode)  # it ends with the node
+
+    def _before(self, gradients: Any) -> None:
+        assert self._mode is not None
+        torch._C._push_on_torch_dispatch_stack(self._mode)
+        self._note(gradients)
+
+    def _after(self, *_: Any) -> None:
+        torch._C._pop_torch_dispatch_stack(None)
+
 
 _DEVICE = torch.ops.prim.device.default
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ebbtide.intercept.tables import refuse_copy
+from ebbtide.tracing.hooks.tables import refuse_copy
 
 OURS = (
     "_apply",

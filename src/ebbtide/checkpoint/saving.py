@@ -1,0 +1,186 @@
+"""An engine's checkpoints on their way to the disk: all at once, or from a copy while training goes on.
+
+Note [in the background]: of a rank's values as much is copied as its budget never needed so far, and the rest is written
+before `save` returns. What was copied is written by a thread. A rank that is done says so with a file in the
+checkpoint's folder, which all ranks see; the first one's thread waits for those, and gives the checkpoint its name. So
+no rank's computation waits for another, and a rank that is gone leaves a checkpoint that is not there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ebbtide.checkpoint import shared_folders
+from ebbtide.checkpoint.folders import RunFolder, not_written, write_synced
+from ebbtide.checkpoint.rank_files import Snapshot
+from ebbtide.errors import DiskError
+from ebbtide.runtime.session import Session
+
+OTHERS_END = 60.0
+"""Seconds that others have to end what they write, when it is in vain."""
+LOOK = 0.05
+"""Seconds between two looks for the other ranks' files."""
+
+
+def checkpoints() -> Any:
+    """What reads and writes them. torch.distributed.checkpoint takes as long to import as half of torch: those who do
+    neither need not wait for it."""
+    from ebbtide.checkpoint import dcp_planners
+
+    return dcp_planners
+
+
+class Saver:
+    def __init__(self, session: Session) -> None:
+        self._session, self._ranks = session, session.ranks
+        self._runs: dict[Path, RunFolder] = {}
+        """Folders that were saved to."""
+        self._pending: _Pending | None = None
+        self.failed = ""
+        """Why the last one that was written in the background is not there."""
+        session.room.saving = weakref.WeakMethod(self.settle)
+
+    def save(
+        self,
+        path: Path,
+        step: int,
+        facts: Mapping[str, Any],
+        content: Any,
+        keep: int | None,
+        background: bool,
+    ) -> Path:
+        """Returns the folder that the checkpoint has, or will have."""
+        self.settle()
+        run = self._runs.setdefault(path, RunFolder(path))
+        if not background:
+            with shared_folders.writing(run, step, self._ranks, keep) as (partial, target):
+                checkpoints().write(self._session, partial, facts, content)
+            return target
+        stack, (partial, target) = shared_folders.begin(run, step, self._ranks)
+        snapshot = Snapshot(self._session.ledger, self._session.store.near)
+        try:
+            checkpoints().write(self._session, partial, facts, content, snapshot)
+            self._pending = _Pending(self._session, stack, snapshot, partial, run, step, keep)
+        except BaseException as error:
+            snapshot.close()
+            snapshot.release()
+            stack.__exit__(*sys.exc_info())
+            if isinstance(error, OSError):
+                raise not_written(error, partial, step) from error
+            raise
+        return target
+
+    def look(self) -> None:
+        """Gives back what one that is written has taken; says where one could not be."""
+        if self._pending is not None and self._pending.over:
+            self.settle()
+
+    def settle(self, warn: bool = True) -> None:
+        """Waits for the one that is being written."""
+        pending = self._pending
+        if pending is None:
+            return
+        pending.wait()  # whoever is interrupted here, with Ctrl-C, can wait again
+        self._pending = None
+        pending.snapshot.release()
+        self.failed = "" if pending.error is None else str(pending.error)
+        if self.failed and warn:
+            warnings.warn(f"{self.failed} (in the background)", stacklevel=3)
+
+    def close(self) -> None:
+        self.settle()
+        for run in self._runs.values() if self._ranks is None or not self._ranks.rank else ():
+            run.remove_spare()
+
+
+class _Pending:
+    """One that is written by a thread of its own."""
+
+    def __init__(
+        self,
+        session: Session,
+        stack: ExitStack,
+        snapshot: Snapshot,
+        partial: Path,
+        run: RunFolder,
+        step: int,
+        keep: int | None,
+    ) -> None:
+        self._ranks, self._stack, self.snapshot = session.ranks, stack, snapshot
+        self._partial, self._run, self._step, self._keep = partial, run, step, keep
+        self.error: BaseException | None = None
+        self._over = threading.Event()
+        # It ends with the process: what is half-written then is not there.
+        threading.Thread(target=self._write, name="ebbtide-save", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        # Not `join`: Python takes a thread for dead whose join was interrupted (before 3.13).
+        self._over.wait()
+
+    def _write(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._over.set()
+
+    def _finish(self) -> None:
+        try:
+            self.snapshot.write()
+            if self._ranks is not None and self._ranks.rank:
+                write_synced(self._sign(self._ranks.rank, True), b"")
+                return
+            self._hear_others(0.0 if self._ranks is None else self._ranks.patience)
+            self._stack.close()
+            if self._keep is not None:
+                self._run.keep(self._keep)
+        except BaseException as error:
+            self.error = (
+                not_written(error, self._partial, self._step) if isinstance(error, OSError) else error
+            )
+            if self._ranks is not None and self._ranks.rank:
+                with suppress(OSError):
+                    write_synced(self._sign(self._ranks.rank, False), str(self.error).encode())
+                return
+            with suppress(Exception):
+                self._hear_others(OTHERS_END)  # what they still write would stay
+            with suppress(Exception):
+                self._stack.__exit__(type(error), error, error.__traceback__)
+
+    def _sign(self, rank: int, good: bool) -> Path:
+        return self._partial / f".{'written' if good else 'failed'}-{rank:05d}"
+
+    def _hear_others(self, seconds: float) -> None:
+        """Until all of them have written, or one says that it cannot."""
+        waited = range(1, 1 if self._ranks is None else self._ranks.size)
+        until = time.monotonic() + seconds
+        for rank in waited:
+            while not self._sign(rank, True).exists():
+                if self._sign(rank, False).exists():
+                    raise DiskError(
+                        f"rank {rank}: {self._sign(rank, False).read_text()}", file=str(self._partial)
+                    )
+                if not self._partial.is_dir():
+                    raise DiskError(
+                        f"{self._partial} is gone, with what was written of the checkpoint of step {self._step}",
+                        file=str(self._partial),
+                    )
+                if time.monotonic() > until:
+                    raise DiskError(
+                        f"{self._partial}: rank {rank} has not written its part of the checkpoint of step {self._step}",
+                        file=str(self._partial),
+                    )
+                time.sleep(LOOK)
+        for rank in waited:
+            self._sign(rank, True).unlink()

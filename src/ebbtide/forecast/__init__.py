@@ -1,0 +1,1 @@
+"""What training will be like: simulated, measured, and said in words."""

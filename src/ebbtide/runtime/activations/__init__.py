@@ -1,0 +1,1 @@
+"""What leaves the device between forward and backward."""

@@ -1,0 +1,1 @@
+"""Ranks that share chunks: gathers, reductions, and what they agree on."""

@@ -1,0 +1,1 @@
+"""Layers of experts that ranks have among them."""

@@ -1,0 +1,445 @@
+"""Room on the device and on the host: who leaves so that somebody else fits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from weakref import WeakSet
+
+from ebbtide.errors import BudgetError
+from ebbtide.memory.budget import AVERAGE
+from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
+from ebbtide.planner.eviction import Candidate, choose
+from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
+from ebbtide.runtime.activations.offload import ActivationOffload
+from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor
+from ebbtide.runtime.parameters.binding import ModelData
+from ebbtide.runtime.updates.update_queue import UpdateQueue
+from ebbtide.units import format_size
+
+HOSTED, EXCHANGE = "host modules", "exchange"
+"""Tags of what is reserved for good."""
+
+
+class Room:
+    def __init__(self, data: ModelData, course: PlanCursor, updater: UpdateQueue, eviction: str) -> None:
+        self.data, self.store, self.ledger = data, data.store, data.store.ledger
+        self.peers: WeakSet[Room] = WeakSet()
+        """Those of all engines that share the budgets, this one included."""
+        self.activations: ActivationOffload | None = None
+        """Those that leave the device between forward and backward, where that is asked for."""
+        self.end_exchange: Callable[[], bool] = lambda: False
+        """Ends an exchange of gradients between ranks, which keeps a whole chunk on the device that no plan counts with;
+        whether there was one."""
+        self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Ends a checkpoint that is written from a copy, which no plan counts with."""
+        self.homes: Sequence[str] = ()
+        """By chunk, where its optimizer state lives."""
+        self.give_state: weakref.WeakMethod[Callable[[int], None]] | None = None
+        """Has optimizer state leave the device for another engine's sake."""
+        self.level, self.guessed = 0, False
+        """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
+        self.fixed = 0
+        """Of it, what stays between passes: parameters outside the chunks, and buffers."""
+        self.held = 0
+        """Beside the level: outputs of passes before that somebody still holds, as far as no plan knows of them."""
+        self.rest: int | None = None
+        """Of the level, what is there while a pass waits for its backward, where that is known: another engine may
+        evaluate in the rest of it meanwhile."""
+        self._evaluates = False
+        self.foreseen = False
+        """The level is that of an evaluation that was imagined, whether there is a plan or not."""
+        self.most_elsewhere = 0
+        """What other engines' has taken beside a pass of this one since it was last asked."""
+        self._others: tuple[weakref.ref[Room], ...] = ()
+        self.course, self._updater, self._eviction = course, updater, eviction
+        self._leaving = may_leave(self.ledger.device_alone)
+        self._guarded: set[Chunk] = set()
+        """Chunks that somebody is about to use: they do not leave for another's sake."""
+
+    def budget(self, tier: str) -> int:
+        """What other engines on the same tier leave of the budget."""
+        taken = sum(peer.keeps(tier) for peer in self.peers if peer is not self)
+        tags = self.ledger.tags[tier]
+        beside = sum(tags.get(tag, 0) for tag in (HOSTED, EXCHANGE, AVERAGE))
+        return max(0, self.ledger.budgets[tier] - beside - taken)
+
+    def keeps(self, tier: str) -> int:
+        """Bytes that no other engine's pass can have: optimizer state, though a plan's may only come with the first
+        update, and where the host is the last tier what leaves the device for that pass."""
+        last = tier == "host" and self.ledger.budgets["host"] > 0 and not self.ledger.budgets["ssd"]
+        return sum(
+            c.nbytes
+            for c in self.store.chunks.values()
+            if (last and (c.kind == PARAM or (c.kind == GRAD and not c.free)))
+            or (c.kind not in PASSING and (getattr(c, tier) is not None or self._expects(c, tier)))
+        )
+
+    def _expects(self, chunk: Chunk, tier: str) -> bool:
+        return chunk.free and self.course.plan is not None and self.homes[chunk.index] == tier
+
+    @contextmanager
+    def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """None of the chunks makes room for another meanwhile."""
+        before, self._guarded = self._guarded, {*self._guarded, *chunks}
+        try:
+            yield
+        finally:
+            self._guarded = before
+
+    def make(self, tier: str, needed: int) -> None:
+        """Frees memory of the device or the host until `needed` bytes fit."""
+        if tier == "device":
+            self._make_on_device(needed)
+        else:
+            self._make_on_host(needed)
+
+    def make_for(self, chunk: Chunk, tier: str) -> None:
+        """Room for a copy of the chunk. What leaves for it may have a page in common with it, which is needed then."""
+        needed = -1
+        while (now := self.store.room_needed(chunk, tier)) > needed:
+            needed = now
+            self.make(tier, needed)
+
+    # -- non-model data -------------------------------------------------------------------------------
+
+    def begin_turn(self, evaluates: bool = False) -> None:
+        """This engine goes on, maybe after another one. What those have that are in the midst of a pass stays."""
+        self._evaluates = evaluates
+        everyone = {self, *self.peers}
+        if len(everyone) == 1 and not self._others:
+            return
+        for room in everyone:
+            if room is not self and room.course.phase == IDLE:
+                room.level, room.held, room.guessed = room.fixed, 0, False
+            room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
+        try:
+            if self.rest is not None:
+                level = self.level + self.held + self.elsewhere()
+                needed = level - self.ledger.level["device"]
+                self._make_on_device(max(0, needed), rising=True, guess=self.guessed)
+        finally:
+            self.set_level(self.level, self.guessed)
+
+    def end_turn(self) -> None:
+        """An evaluation is over that another engine waited for: what is computed until that one goes on has its room, as
+        far as chunks have somewhere to go."""
+        self._evaluates = False
+        for room in self.peers:
+            if room is not self and room.rest is not None and room.course.phase == RUNNING:
+                with suppress(BudgetError):
+                    room.begin_turn()
+
+    def elsewhere(self) -> int:
+        """Bytes of non-model data of other engines. What is a guess there keeps nobody else from anything."""
+        others = (other for one in self._others if (other := one()) is not None)
+        return sum(other._beside(self._evaluates) + other.held for other in others if not other.guessed)
+
+    def _beside(self, evaluation: bool) -> int:
+        """Of the level, what another engine's pass has to leave; what goes back through this one's has more to leave."""
+        waits = evaluation and self.course.phase == RUNNING
+        return self.level if self.rest is None or not waits else min(self.level, self.rest)
+
+    def set_level(self, level: int, guess: bool = False) -> None:
+        elsewhere = self.elsewhere() if self._others else 0
+        self.level, self.guessed = level, guess
+        self.most_elsewhere = max(elsewhere, self.most_elsewhere)
+        self.ledger.set_level("device", level + self.held, guess, elsewhere)
+
+    def hold(self, count: int, guess: bool = False) -> None:
+        """So much is held from now on. Where what comes is a guess, as far as chunks have somewhere to go."""
+        try:
+            self._make_on_device(count - self.held, rising=True, guess=guess)
+        except BudgetError:
+            if not guess:
+                raise
+            count = max(0, self._most() + self.held - self.level)
+        self.held = count
+        self.set_level(self.level, self.guessed)
+
+    def raise_level(self, level: int, guess: bool = False) -> None:
+        """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
+        they have somewhere to go."""
+        try:
+            self._make_on_device(level - self.level, rising=True, guess=guess)
+        except BudgetError:
+            if not guess:
+                raise
+            level = self._most()
+        self.set_level(level, guess)
+        self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
+
+    def end_pass(self) -> None:
+        """One is over. Where it was no planned one, the highest tide it may have had is no longer there."""
+        if self.course.plan is not None and not self.course.on_track:
+            self.set_level(self.level, guess=True)
+
+    def go_back(self, level: int, guess: bool) -> None:
+        """To the level before a guess. Chunks that the guess made room for leave."""
+        if level - self.level > self.ledger.room("device"):
+            self.raise_level(level, guess=True)
+        if level <= self._most():
+            self.set_level(level, guess)
+
+    def _most(self) -> int:
+        """What of the device's budget nothing is reserved in, and no other engine's non-model data."""
+        taken = self.ledger.reserved["device"] + self.elsewhere() + self.held
+        return max(0, self.ledger.budgets["device"] - taken)
+
+    def spare(self) -> int:
+        """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
+        that come back for it."""
+        plan = self.course.plan
+        if plan is None or not self.course.on_track:
+            return 0
+        if self.store.near == "host":
+            return self.ledger.room("host")
+        place = max(self.course.position, 0)
+        return self._most() - (plan.growth[place] if place < len(plan.growth) else 0)
+
+    def always(self, needed: int) -> bool:
+        """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
+        plan = self.course.plan
+        if plan is None or not self.course.on_track:
+            return False
+        return needed <= self.budget("device") - self.held - plan.static_bytes - plan.in_use
+
+    def late(self, place: int, wait: bool = False) -> int:
+        """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
+        only where there is no room for that, or with `wait`."""
+        plan = self.course.plan
+        length = len(plan.record.moments) if plan is not None else 0
+        if plan is None or self.activations is None or place >= length * plan.accumulate:
+            return 0
+        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place] - self.held
+        return self.activations.depart(place % length, -1 if wait else free)
+
+    def _hurry(self, needed: int) -> bool:
+        """Waits for activations that are late in leaving; whether that is enough."""
+        before = self.activations.late if self.activations is not None else 0
+        if not before:
+            return False
+        self.set_level(self.level - before + self.late(self.course.position, wait=True))
+        return needed <= self.ledger.room("device")
+
+    # -- the device -----------------------------------------------------------------------------------
+
+    def ready(self, needed: int) -> bool:
+        """Whether the device has room, once what has left is counted; nobody waits for a chunk."""
+        if self.ledger.room("device") >= needed or self._hurry(needed):
+            return True
+        if self.end_exchange() and self.ledger.room("device") >= needed:
+            return True
+        return self.left(needed)
+
+    def left(self, needed: int, sparing: Sequence[Chunk] = ()) -> bool:
+        """Whether the device has room, once what has left is counted, but for those that are to stay; nobody is
+        hurried."""
+        for chunk in self.leaving():
+            if chunk in sparing:
+                continue
+            if self.ledger.room("device") >= needed or not chunk.arrived:
+                break
+            self.store.end_move(chunk)
+        return needed <= self.ledger.room("device")
+
+    def leaving(self) -> list[Chunk]:
+        """Chunks on their way off the device."""
+        return self.store.moving(SSD_WRITE if self.store.near == "device" else TO_HOST)
+
+    def _make_on_device(self, needed: int, rising: bool = False, guess: bool = False) -> None:
+        """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
+        if needed <= self.ledger.room("device") or (not rising and self._hurry(needed)):
+            return
+        others = [peer for peer in self.peers if peer is not self]
+        # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
+        late = self.course.on_track and self.store.near == "device"
+        first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
+        try:
+            for attempt in (*first, "evict", "updates", "arriving", "evict", "evict all", "saving"):
+                for peer in (*others, self):
+                    short = needed - self.ledger.room("device")
+                    if short <= 0:
+                        return
+                    peer.give(attempt, short)
+        except BudgetError:
+            if rising or not self._lower(needed):
+                raise
+            return
+        short = needed - self.ledger.room("device")
+        if short <= 0 or (not rising and self._lower(needed)):
+            return
+        if not guess:
+            self.ask(lambda: needed - self.ledger.room("device"))
+        short = needed - self.ledger.room("device")
+        if short > 0 and (guess or not self.ledger.stretch("device", short)):
+            raise self._refusal(needed)
+
+    def _lower(self, needed: int) -> bool:
+        """Whether the level makes room: as long as it is a share, or what training takes, and no prediction, what is in
+        use goes before it."""
+        unforeseen = (self.course.plan is None and not self.foreseen) or self.ledger.is_guess("device")
+        if not unforeseen or self._most() < needed + self.fixed:
+            return False
+        self.set_level(min(self.level, self._most() - needed), guess=True)
+        return True
+
+    def _refusal(self, needed: int) -> BudgetError:
+        short = needed - self.ledger.room("device")
+        held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
+        return BudgetError(
+            f"device: {format_size(needed)} are needed{self.course}, with {format_size(held)} of chunks in "
+            f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
+            f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
+            tier="device",
+            short=short,
+            advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size"
+            + (f", or let go of outputs of passes before ({format_size(self.held)})" if self.held else ""),
+        )
+
+    def ask(self, short: Callable[[], int]) -> None:
+        """Other engines on the same tier give up optimizer state, until nothing is short."""
+        for peer in self.peers:
+            give = peer.give_state() if peer.give_state is not None and peer is not self else None
+            if give is not None and (missing := short()) > 0:
+                give(missing)
+
+    def give(self, attempt: str, short: int) -> None:
+        """Gives up device memory until `short` bytes more are free: by ending what ranks exchange, by ending evictions
+        under way, by evicting, by ending updates, by ending fetches so that those can be evicted, too, or by waiting for
+        a checkpoint's copy."""
+        if attempt == "exchange":
+            self.end_exchange()
+            return
+        if attempt == "saving":
+            self._end_saving()
+            return
+        target = self.ledger.room("device") + short
+        if attempt in ("evict", "evict all"):
+            for chunk in self._victims(short, sparing=attempt == "evict"):
+                if chunk.device is not None and chunk.move is None:  # not gone for the sake of one before it
+                    with chunk.apart():
+                        self.evict(chunk)
+                        self.store.settle(chunk)
+            return
+        if attempt in ("updates", "ready updates"):
+            ready = attempt != "updates"
+            while self.ledger.room("device") < target and self._updater.settle_oldest(ready):
+                continue
+            return
+        for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ, WIRE):
+            for chunk in self.store.moving(link):
+                if attempt == "leaving" and self.ledger.room("device") >= target:
+                    return
+                self.store.end_move(chunk)
+
+    def _victims(self, short: int, sparing: bool) -> list[Chunk]:
+        """The chunks that should leave so that `short` bytes become free. `sparing`: not those of this moment."""
+        chunks = [c for c in self._unused() if c.move is None and c not in self._guarded]
+        course = self.course
+        candidates = (
+            Candidate(
+                key,
+                c.nbytes,
+                course.distance(c),
+                course.last(c),
+                self.store.only_here(c),
+            )
+            for key, c in enumerate(chunks)
+            if not (sparing and course.used_now(c))
+        )
+        return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
+
+    def copies(self) -> int:
+        """Bytes on the device that are elsewhere, too, and are in nobody's use: they go for whoever needs the room."""
+        return sum(c.nbytes for c in self._unused() if not self.store.only_here(c))
+
+    def _unused(self) -> list[Chunk]:
+        """The chunks on the device that may leave it, and that nobody uses."""
+        return [
+            c
+            for c in self.store.chunks.values()
+            if c.kind in self._leaving and c.device is not None and not self.store.in_use(c)
+        ]
+
+    def evict(self, chunk: Chunk) -> None:
+        """Starts a chunk's way off the device; what is out of date there just goes."""
+        if chunk is self.data.computed(chunk.index):
+            self.data.notice_writes(chunk.index)
+            self.data.unbind(chunk.index)
+        if not chunk.device_valid and chunk.move is None:
+            self.store.drop(chunk, "device")
+            return
+        if self.store.near == "host" and not chunk.host_valid and not chunk.ssd_valid and chunk.kind != WHOLE:
+            self.make_for(chunk, "host")
+        self.store.evict(chunk)
+
+    # -- the host -------------------------------------------------------------------------------------
+
+    def _make_on_host(self, needed: int) -> None:
+        """Frees host memory where there is SSD: copies of parameters that are elsewhere, then parameters themselves,
+        those of the farthest next use first, then those on their way from here or to here. What is short after that, the
+        reservation will say."""
+        if needed <= self.ledger.room("host"):
+            return
+        self._updater.collect()
+        for attempt in ("spare", "updates", "spill"):
+            for chunk in sorted(self._host_copies(), key=self.course.distance, reverse=True):
+                if needed <= self.ledger.room("host"):
+                    return
+                self._off_the_host(chunk, attempt == "spill")
+            while attempt == "updates" and needed > self.ledger.room("host"):
+                if not self._updater.settle_oldest():
+                    break
+        for link in (SSD_READ, TO_DEVICE, TO_HOST):
+            for chunk in self.store.moving(link):
+                if needed > self.ledger.room("host") and self._is_free_parameter(chunk):
+                    self.store.end_move(chunk)
+                    self._off_the_host(chunk, spill=True)
+        if needed > self.ledger.room("host"):
+            self._end_saving()
+        if needed > self.ledger.room("host") and self.store.near == "host":
+            self._off_to_the_device(needed)
+
+    def _off_to_the_device(self, needed: int) -> None:
+        """Parameters that have left it for the sake of a level that is none yet go back, and those that a plan never has
+        on the host come before they are used."""
+        for chunk in self._host_copies():
+            if needed <= self.ledger.room("host"):
+                return
+            count = self.store.room_needed(chunk, "device")
+            stays = self.course.stays(PARAM, chunk.index) and count <= self.ledger.room("device")
+            if chunk.host_valid and (stays or self._lower(count)):
+                self.store.fetch(chunk)
+                self.store.settle(chunk)
+                self.store.drop(chunk, "host")
+
+    def drop_unplanned_copies(self) -> None:
+        """Of parameters that this plan never has leave the device; another one did."""
+        for chunk in self._host_copies():
+            if chunk.device_valid and self.course.stays(PARAM, chunk.index):
+                self.store.drop(chunk, "host")
+
+    def _off_the_host(self, chunk: Chunk, spill: bool) -> None:
+        if chunk.ssd_valid or chunk.device_valid:
+            self.store.drop(chunk, "host")
+        elif spill and self.store.ssd_space is not None:
+            self.store.save(chunk)
+            self.store.settle(chunk)
+
+    def _is_free_parameter(self, chunk: Chunk) -> bool:
+        return chunk.kind == PARAM and chunk.work is None and chunk not in self._guarded
+
+    def _end_saving(self) -> None:
+        end = self.saving() if self.saving is not None else None
+        if end is not None:
+            end()
+
+    def _host_copies(self) -> list[Chunk]:
+        """Of parameters, and left alone."""
+        return [
+            c
+            for c in self.store.chunks.values()
+            if c.host is not None and c.move is None and self._is_free_parameter(c)
+        ]

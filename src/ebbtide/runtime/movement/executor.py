@@ -1,0 +1,343 @@
+"""Follows an iteration: makes chunks resident when they are accessed, and acts on the plan's triggers.
+
+The plan is a hint. Each event is compared with the trace; while they agree, the plan's moves are triggered and
+evictions use its next uses. Where they do not, access on demand goes on alone, and the iteration is traced
+again next time. Note [who is in use]: forward pins chunks from a module's start to its end. In backward
+there is no such end: an operator that asked for a weight holds a view of it, so a chunk stays in use
+while its storage has more users than we gave it; the next event finds it released.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ebbtide.devices.real_memory import on_real_memory
+from ebbtide.memory.chunk import SSD_READ, Chunk
+from ebbtide.planner.plans import Plan
+from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
+from ebbtide.planner.shape import WHOLE
+from ebbtide.planner.states import RunStates, State
+from ebbtide.runtime.movement.eviction import Room
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.plan_cursor import IDLE, REVERSING, RUNNING, PlanCursor
+from ebbtide.runtime.parameters.binding import ModelData, SavedWeight
+from ebbtide.runtime.updates.update_queue import UpdateQueue
+from ebbtide.tracing.hooks import Unit
+from ebbtide.tracing.hooks.observer import SavedTensor
+from ebbtide.tracing.live_recorder import Recorder
+
+
+class Executor:
+    """The interceptor's observer."""
+
+    def __init__(self, data: ModelData, eviction: str, updater: UpdateQueue) -> None:
+        self.data = data
+        self.store = data.store
+        self.ledger = data.store.ledger
+        self.states = RunStates(data.run_names)
+        self.lock = threading.RLock()
+        self.updater = updater
+        self.course = PlanCursor(len(data.layout.chunks))
+        self.room = Room(data, self.course, updater, eviction)
+        self.places = FetchOnDemand(data, self.course, self.room)
+        self.recorder: Recorder | None = None
+        self.reclaim: Callable[[Sequence[int]], None] = lambda members: None
+        """Called before parameters are used: gradients may have taken their space."""
+        self.on_gradient: Callable[[int], None] = lambda parameter: None
+        """Told of each gradient, after its moment has begun."""
+        self.beside: Callable[[], None] | None = None
+        """Called at every moment: what goes on beside the passes."""
+        self._wanted: list[tuple[Chunk, bool]] = []
+        """Moves that the plan has for chunks that are being updated: (chunk, whether it comes)."""
+        self._reversing: list[int] = []
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    @on_real_memory
+    def enter(self, unit: Unit) -> None:
+        with self.lock:
+            self._tick(event(FORWARD, unit.index))
+            acquired: list[int] = []
+            try:
+                for run in unit.runs:
+                    self._acquire(run, FORWARD)
+                    acquired.append(run)
+            except BaseException:
+                for run in acquired:
+                    self._release(run, State.HOLD_AFTER_FWD)
+                raise
+
+    @on_real_memory
+    def leave(self, unit: Unit) -> None:
+        with self.lock:
+            for run in unit.runs:
+                self._release(run, self._after_forward())
+
+    @on_real_memory
+    def read(self, run: int, outside: bool) -> None:
+        with self.lock:
+            if outside:
+                # Nobody says when the reader is done: the value is right now, and the chunk may go later.
+                self._acquire(run, FORWARD)
+                self._release(run, self._after_forward())
+                return
+            self._tick(event(BACKWARD, run))
+            self._acquire(run, FORWARD)
+
+    @on_real_memory
+    def unread(self, run: int) -> None:
+        with self.lock:
+            self._release(run, self._after_forward())
+
+    def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
+        return self.data.locate(tensor)
+
+    def keep(self, tensor: torch.Tensor) -> SavedTensor | None:
+        if self.room.activations is None or self.course.phase != RUNNING:
+            return None
+        with self.lock:
+            kept = self.room.activations.keep(tensor)
+            if self.room.activations.surprise and self.course.on_track:
+                self.leave_track(self.room.activations.surprise)
+            return kept
+
+    @on_real_memory
+    def unpack(self, handle: SavedWeight) -> torch.Tensor:
+        with self.lock:
+            new = handle.run not in self._reversing
+            if new:
+                self._tick(event(BACKWARD, handle.run))
+            # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
+            self.reclaim((handle.member,))
+            if new:
+                self._acquire(handle.run, BACKWARD)
+                self._reversing.append(handle.run)
+            return self.data.rebuild(handle)
+
+    @on_real_memory
+    def gradient(self, parameter: int) -> None:
+        with self.lock:
+            self._tick(event(GRADIENT, parameter))
+            if self.recorder is not None:
+                self.recorder.arrival(parameter)
+            self.on_gradient(parameter)
+
+    def updating(self, index: int) -> None:
+        """The update of a chunk begins."""
+        with self.lock:
+            self._tick(event(UPDATE, index))
+
+    # -- passes ---------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0) -> None:
+        """A training pass starts, at `offset` moments into the plan's iteration."""
+        if self.room.activations is not None:
+            self.room.activations.begin(None if plan is None else plan.away, recorder)
+        self.recorder = recorder
+        if plan is not self.course.plan:
+            self.updater.bring_all()  # that there is room for them later was the other plan's word
+        self.course.begin(plan, offset)
+        if plan is not None and plan.levels[offset] > self.room.level:
+            self.room.raise_level(plan.levels[offset])  # something may be computed before the first moment
+
+    def reverse(self) -> None:
+        """Backward starts."""
+        with self.lock:
+            self.states.settle()
+            self.course.phase = REVERSING
+            if self.recorder is not None:
+                self.recorder.reverse()
+
+    def turn(self) -> None:
+        """A backward is over that is not the last one of the pass: forward goes on."""
+        with self.lock:
+            self._sweep(everything=True)
+            self.states.settle()
+            self.course.phase = RUNNING
+            if self.recorder is not None:
+                self.recorder.turn()
+
+    def finish(self) -> None:
+        """A pass is over, or was given up: nothing stays in use."""
+        with self.lock:
+            self._sweep(everything=True)
+            self.states.settle()
+            self.course.phase = IDLE
+            if self.room.activations is not None:
+                self.room.activations.finish()
+
+    def let_go(self) -> None:
+        """What a pass used that ended early, between whichever two lines: only `resident()` still has something."""
+        with self.lock:
+            self._reversing = []
+            self.states.drop()
+            for index in range(len(self.data.members)):
+                self.data.computed(index).pins = self.places.residing[index]
+
+    def _after_forward(self) -> State:
+        return State.HOLD_AFTER_FWD if self.course.phase != IDLE else State.HOLD
+
+    def _tick(self, what: int) -> None:
+        """The next moment: release what backward has done with, then do what the plan has for it."""
+        if torch.is_inference_mode_enabled():
+            # Views that are made in inference mode could never be written after it, by those beside the pass either.
+            with torch.inference_mode(False), torch.no_grad():
+                self._tick(what)
+            return
+        if self._reversing:
+            self._sweep()
+        self._catch_up()
+        self.course.advance()
+        if self.course.phase == IDLE and what % 4 != UPDATE:
+            return
+        self.course.position += 1
+        self.states.moment = self.course.position
+        if self.recorder is not None and what % 4 != UPDATE:
+            self.recorder.moment(what)
+        if self.room.activations is not None:
+            self.room.activations.moment()
+        if self.course.on_track:
+            self._follow(what)
+
+    def _catch_up(self) -> None:
+        """Ends the updates that are over, and starts the moves that waited for them."""
+        self.updater.collect()
+        if self.beside is not None:
+            self.beside()
+        if self._wanted:
+            wanted, self._wanted = self._wanted, []
+            for chunk, fetch in wanted:
+                self._start(chunk, fetch, 0)
+
+    def _follow(self, what: int) -> None:
+        plan = self.course.plan
+        assert plan is not None
+        place = self.course.position
+        moments = plan.record.moments
+        length = len(moments)
+        if what % 4 == UPDATE:
+            place = length * plan.accumulate + what // 4
+            expected = place < len(plan.levels)
+            self.course.position = place
+        else:
+            expected = place < length * plan.accumulate and moments[place % length].event == what
+        if not expected:
+            self.leave_track(f"moment {place}: {self._name(what)} was not expected")
+            return
+        late = 0 if self.room.activations is None else self.room.late(place)
+        level, before = plan.levels[place] + late, self.room.level
+        if level < before:
+            self.room.set_level(level)
+        for trigger in plan.triggers[place]:
+            self._start(
+                self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)
+            )
+        if level > before:
+            short = level - before > self.ledger.room("device")
+            self.room.raise_level(plan.levels[place] + self.room.late(place, wait=short))
+        if self.room.activations is not None and what % 4 != UPDATE:
+            self.room.activations.arrive(place % length)
+
+    def _start(self, chunk: Chunk | None, fetch: bool, rise: int) -> None:
+        """One of the plan's moves: a hint, left undone where the state of things is another."""
+        if chunk is None:
+            return
+        if chunk.work is not None or self._loading(chunk):
+            self._wanted.append((chunk, fetch))
+        elif chunk.move is not None:
+            return
+        elif fetch:
+            self._start_fetch(chunk, rise)
+        elif chunk.device_valid and not self.store.in_use(chunk):
+            self.room.evict(chunk)
+
+    def _loading(self, chunk: Chunk) -> bool:
+        """Whether the chunk is on its way from SSD to the host; a load that is over is ended."""
+        if chunk.move is None or chunk.move[0] != SSD_READ or self.store.near == "device":
+            return False
+        if chunk.arrived:
+            self.store.settle(chunk)
+        return chunk.move is not None
+
+    def _start_fetch(self, chunk: Chunk, rise: int) -> None:
+        if chunk.device_valid:
+            return
+        if chunk.kind == WHOLE:
+            # As planned, whatever this rank's moves are at: the others do it now.
+            self.places.gather(chunk.index)
+            return
+        if chunk.host_valid or (chunk.ssd_valid and self.store.near == "device"):
+            if self.room.ready(chunk.nbytes + rise):
+                self.store.fetch(chunk)
+            elif self.room.leaving():
+                self._wanted.append((chunk, True))  # for what it waits for
+        elif chunk.ssd_valid and self.ledger.room("host") >= self.store.room_needed(chunk, "host"):
+            self.store.load(chunk)
+            self._wanted.append((chunk, True))
+
+    def leave_track(self, why: str) -> None:
+        """Execution is not what was traced: go on by demand, with room for the highest tide."""
+        self.updater.bring_all()
+        self.course.on_track = False
+        self.course.diverged = why
+        if self.room.activations is not None:
+            self.room.activations.leave_plan()
+        if self.course.plan is not None:
+            self.room.raise_level(max(self.course.plan.levels, default=0))
+
+    def _name(self, what: int) -> str:
+        subject = what // 4
+        if what % 4 == BACKWARD:
+            return f"backward of {self.data.run_names[subject]}"
+        if what % 4 == GRADIENT:
+            return f"gradient of {self.data.names[subject]}"
+        return f"{('forward of unit', '', '', 'update of chunk')[what % 4]} {subject}"
+
+    # -- access and release ---------------------------------------------------------------------------
+
+    def _acquire(self, run: int, phase: int) -> None:
+        if phase == FORWARD:
+            self.reclaim(self.data.runs[run].parameters)
+            if self.course.phase == RUNNING:
+                self.course.uses[run] += 1
+        if self.states.access(run):
+            if self.recorder is not None:
+                self.recorder.begin(run, phase)
+            done: list[Chunk] = []
+            try:
+                for index in self.data.run_chunks[run]:
+                    chunk = self.data.computed(index)
+                    self.places.hold(chunk)
+                    done.append(chunk)
+            except BaseException:
+                for chunk in done:
+                    chunk.pins -= 1
+                self.states.release(run, State.HOLD)
+                raise
+
+    def _release(self, run: int, target: State) -> None:
+        if self.states.release(run, target):
+            if self.recorder is not None:
+                self.recorder.end(run)
+            for index in self.data.run_chunks[run]:
+                self.data.computed(index).pins -= 1
+
+    def _sweep(self, everything: bool = False) -> None:
+        """Releases the runs whose weights no backward operator looks at any more."""
+        still: list[int] = []
+        for run in self._reversing:
+            if not everything and self._seen(run):
+                still.append(run)
+            else:
+                self._release(run, State.HOLD_AFTER_BWD)
+        self._reversing = still
+
+    def _seen(self, run: int) -> bool:
+        for index in self.data.run_chunks[run]:
+            chunk = self.data.computed(index)
+            if chunk.device is not None and self.store.backend.aliases(chunk.device) > chunk.aliases:
+                return True
+        return False

@@ -1,0 +1,472 @@
+"""A model's passes (forward, backward, update), led through its machinery: how they begin, are traced, planned and
+followed, and how they end.
+
+The engine is its face.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ebbtide.config import Config
+from ebbtide.devices.real_memory import on_real_memory, real
+from ebbtide.errors import StateError
+from ebbtide.kernels import Kernels
+from ebbtide.planner.plans import Plan
+from ebbtide.runtime.build import Machinery
+from ebbtide.runtime.distributed.agreement import DONE, EVALUATED, FORWARD
+from ebbtide.runtime.distributed.model_parallel import ModelParallel
+from ebbtide.runtime.distributed.ranks import Ranks
+from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, UPDATING
+from ebbtide.runtime.parameters.initial_values import Source
+from ebbtide.runtime.parameters.parameter_classes import plainly
+from ebbtide.runtime.planning.calls import Call
+from ebbtide.runtime.planning.earlier_passes import beside
+from ebbtide.runtime.planning.plan_cache import WATCHED, KnownInput
+from ebbtide.runtime.process_tiers import Tiers
+from ebbtide.runtime.setup import Choice
+
+MANY = 256
+"""Forward passes before one backward: whoever makes more forgot torch.no_grad, and a trace of them all has no use."""
+
+
+class Averaged(Protocol):
+    """An average of the weights."""
+
+    def parts(self) -> Iterator[Any]: ...
+
+    def stepped(self) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def loaded(self, stored: Sequence[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Session(Machinery):
+    def __init__(
+        self,
+        module: nn.Module,
+        choice: Choice,
+        config: Config,
+        tiers: Tiers,
+        kernels: Mapping[str, Kernels],
+        source: Source | None = None,
+        ranks: Ranks | None = None,
+        companions: ModelParallel | None = None,
+    ) -> None:
+        """`source`: has values that the module has not; `ranks`: those that share the chunks."""
+        super().__init__(module, choice, config, tiers, kernels, ranks, companions)
+        self.pieces = 1
+        """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
+        self._captured = 0
+        """Gradients taken before the pass that is under way."""
+        self._known: KnownInput | None = None
+        """What is known of the pass that is under way."""
+        self._another = False
+        """Whether its plan is that of a later forward."""
+        self._by_node = False
+        """Whether the last backward was one that the user's code started."""
+        self.averages: list[Averaged] = []
+        self.swapped = ""
+        """What is in place of the weights, where something is."""
+        self.micro = 0
+        """Backward passes since the last update."""
+        self._averaged: tuple[int, list[Any]] = 0, []
+        """For which backward pass ranks had the mean of gradients outside the chunks, and which those were."""
+        try:
+            self.room.fixed = self.unmanaged.device_bytes(choice)
+            self.room.raise_level(self.room.fixed)
+            with nullcontext() if self.sharing is None else self.sharing.beginning():
+                self._adoption(source).take_over(self.shape, choice)
+        except BaseException:
+            self.undo(source)
+            raise
+        self.recording.begin()
+        tiers.rooms.add(self.room)
+
+    @property
+    def frozen(self) -> bool:
+        """Nothing is trained: nobody says when backward has gone through it, on its way to somebody else."""
+        outside = self.unmanaged.parameters.values()
+        return not any(self.data.trained) and not any(p.requires_grad for p in outside)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no training pass is under way."""
+        return self.course.phase == IDLE
+
+    @contextmanager
+    def evaluating(self, call: Call) -> Iterator[None]:
+        """Around a forward pass without gradients. Where nobody can say what its activations take, as much as those of
+        training, as far as chunks have somewhere to go."""
+        before: tuple[int, bool, int] | None = None
+        try:
+            with real(), torch.inference_mode(False), torch.no_grad():
+                if self.lock_free is not None:
+                    self.lock_free.begin_evaluation()
+                self.executor.updater.bring_all()  # there is room for them in the moments of training
+                if self.idle and not self.planning.roomy:
+                    self.room.begin_turn(evaluates=True)
+                    before = self.room.level, self.ledger.is_guess("device"), self.room.held
+                    self._make_room(call)
+            with self.data.in_pass(), self.interceptor.scope():
+                yield
+            if self.sharing is not None and not self.places.all_reside():
+                self.meet(EVALUATED, self.micro)  # a rank that is done serves those that still gather
+        except BaseException:
+            if self.idle:
+                self.executor.let_go()
+            raise
+        finally:
+            if before is not None:
+                self.room.foreseen = False
+                with real(), torch.inference_mode(False), torch.no_grad():
+                    level, guessed, held = before
+                    self.room.hold(held, guess=True)
+                    self.room.go_back(level, guessed)
+                    self.room.end_turn()
+
+    def _make_room(self, call: Call) -> None:
+        """For an evaluation."""
+        plan = self.course.plan
+        planned = max(plan.levels, default=0) if plan is not None else -1
+        self.hold_outputs()
+        # Gradients, too, may have taken room that training's activations had.
+        pinned = any(self.places.residing) or self.micro > 0
+        held = self.outputs.nbytes
+        self.room.foreseen = self.evaluations.make_room(call, planned, pinned, held)
+        if not self.room.foreseen:
+            level = self.homes.first_level(self.shape) if plan is None else planned
+            self.room.raise_level(max(level, self.room.level), guess=True)
+
+    @on_real_memory
+    def begin_training(self, call: Call) -> None:
+        """A training pass is about to run forward: find its plan, or the way to one."""
+        self.reclaim()
+        self.interceptor.watch_gradients()
+        self.unfreezing.notice()
+        if not self.idle and self.frozen:
+            self._finish_pass()
+        if not self.idle:
+            self._begin_another(call)
+            return
+        self.waiting.clear()
+        self.waiting.begin()
+        self._captured = self.updates.captured
+        self._known, self._another = None, False
+        if self.sharing is not None:
+            self.sharing.turn()
+        if self.unmanaged.parameters:
+            self.room.fixed = self.unmanaged.fixed_bytes()  # with the state that an update makes
+        over = self.recording.take()
+        if over is not None:
+            self.traces.learn(over)
+        known = self._known = self.planning.find(call)
+        if self.sharing is not None:
+            self.planning.begin_together(self.sharing, known, self.micro)
+        plan = self.planning.adopt(known) if known is not None else None
+        if plan is not None and not self.planning.roomy:
+            self.evaluations.trained(plan, call)
+        self.outputs.begin()
+        self._hold_old(plan)
+        if known is not None and plan is not None:
+            known.peak = plan.record.peak
+        if known is None or known.to_trace:
+            self.recording.start(call, self.outputs.old)
+        offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
+        if plan is None:
+            self.homes.settle()
+            self.room.raise_level(self.homes.first_level(self.shape), guess=True)
+        if self.lock_free is not None:
+            homes, states = self.homes.homes, self.shape.state_bytes
+            self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
+            self.lock_free.begin_pass()
+        self.updates.take_over = plan is not None and plan.take_over
+        self.resting.begin(known, plan, offset)
+        try:
+            self.executor.begin(plan, self.recording.recorder, offset)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def hold_outputs(self) -> None:
+        """What the loop holds between passes has its room, as far as chunks have somewhere to go."""
+        if self.idle and not self.planning.roomy:
+            plan = self.course.plan
+            known = plan.record.left if plan is not None else 0
+            self.room.hold(beside(self.outputs.nbytes, known), guess=True)
+
+    def _hold_old(self, plan: Plan | None) -> None:
+        """What it holds when a pass begins has its room beside what the plan knows of that."""
+        if self.planning.roomy:
+            return
+        if plan is None:
+            self.room.hold(self.outputs.old, guess=True)
+        else:
+            self.planning.hold(plan, beside(self.outputs.old, plan.record.carried))
+
+    def _begin_another(self, call: Call) -> None:
+        """A second forward before one backward belongs to the same pass. Where its plan has none it gets its own,
+        beside what the first has saved."""
+        useless = self.waiting.partly_gone or self.waiting.count >= MANY
+        self.waiting.begin()
+        if useless:
+            self._stop_recording()
+        known = None
+        if self.sharing is None and not self.planning.roomy and not self._foresees_another():
+            known = self.waiting.beside(call)
+        try:
+            if known is None or (self.resting.now and self.resting.has_room(self.planning.plan(known))):
+                self.resting.forward()
+                return
+            self._another = True
+            self.resting.stop()
+            self._follow_beside(known)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _follow_beside(self, known: KnownInput) -> None:
+        """By a plan beside what waits. Where activations leave, or values change between passes, only its room is made:
+        what waits has numbers of its own there, and is to see the values that it saw."""
+        if self.lock_free is not None or self.room.activations is not None:
+            self.executor.leave_track("a forward pass more than planned")
+            level = max(known.record.peak, self.room.level)
+            self.room.raise_level(level, guess=self.room.activations is not None)
+            return
+        plan = self.planning.adopt(known)
+        self.updates.take_over = plan.take_over
+        offset = self.micro % plan.accumulate * len(plan.record.moments)
+        self.executor.begin(plan, self.recording.recorder, offset)
+
+    def _foresees_another(self) -> bool:
+        """Whether the plan that is followed has another forward pass now. If not, what the first has saved is known."""
+        plan, run = self.course.plan, self._moments_run
+        if plan is None or not self.course.on_track or not run:
+            return False
+        if run % len(plan.record.moments) <= plan.record.forward:
+            return True
+        if not self._another:
+            self.waiting.planned(plan, run)
+        return False
+
+    def _end_forward(self) -> int | None:
+        """Notes what forward has left. Gives the bytes of non-model data that are there until backward, where forward
+        went as planned and none waited; what the user's own operators save for `loss.backward()` is not known."""
+        plan, run, known = self.course.plan, self._moments_run, self._known
+        if known is None or plan is None or not self.course.on_track or not run:
+            return None
+        known.after_forward = max(known.after_forward, self.recording.alive() or 0)
+        record = plan.record
+        forward_is_over = (run - 1) % len(record.moments) == record.forward
+        if not forward_is_over or self.waiting.count != 1 or self._by_node:
+            return None
+        return max(known.after_forward, record.left_by_forward + record.fixed)
+
+    @property
+    def _moments_run(self) -> int:
+        return self.resting.run if self.resting.now else self.course.position + 1
+
+    @on_real_memory
+    def reclaim(self) -> None:
+        """Parameters whose space gradients took are wanted again before the update; gradients that were being dropped
+        are not, nor is a pass that nobody can go back from any more. When outputs go, ranks do not agree about."""
+        self.room.begin_turn()
+        alone = self.sharing is None and not self.frozen and self.updates.captured == self._captured
+        if alone and self.course.phase == RUNNING and self.waiting.gone:
+            self._leave()
+        if self.updates.unwanted:
+            self.drop_gradients()
+        if self.updates.taken.away:
+            self.updates.taken.give_back()
+
+    @contextmanager
+    def running(self, by_node: bool = False) -> Iterator[None]:
+        """Around a pass: hooks on, and everything let go of where it raises. `by_node`: a backward that the user's code
+        started."""
+        self.room.rest = None
+        try:
+            with self.data.in_pass(), self.interceptor.scope(), self.recording.metered(by_node):
+                yield
+            self.resting.built()
+            if self.course.phase == RUNNING:
+                self.meet(FORWARD, self.micro)
+                self.room.rest = self._end_forward()
+        except BaseException:
+            self.abandon()
+            raise
+
+    @contextmanager
+    def reversing(
+        self, last: bool, by_node: bool = False, loss: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Around autograd's backward. After one that is not the pass's `last`, forward passes go on. `by_node`: as for
+        `running`. `loss`: the tensor that backward starts from, where the engine has it."""
+        self._by_node = by_node
+        self.planning.portion.go_on()
+        self.updates.shown.forget()
+        over = self.idle
+        if not over:
+            self._let_go_of_old(loss)
+        self.executor.reverse()
+        if not last:
+            self.resting.rule_out()
+        with self.running(by_node):
+            if over and self.course.plan is not None:
+                self.executor.leave_track("a backward pass after the one that was planned")
+            with self.resting.reversing():
+                yield
+            self.updates.finish_backward()
+            if not last:
+                # Nobody waits for another stage while a rank of this one gathers.
+                self.meet(FORWARD, self.micro)
+        if last:
+            self._finish_pass()
+        else:
+            self.executor.turn()
+
+    def _let_go_of_old(self, loss: torch.Tensor | None) -> None:
+        """Backward begins: most loops hold no outputs any more but those that they go back from."""
+        old, plan = self.outputs.old, self.course.plan
+        self.recording.reverse(old, partial(self.waiting.beyond, loss))
+        if not self.planning.roomy:
+            self.room.hold(beside(old, plan.record.aside if plan is not None else 0), guess=True)
+
+    def _finish_pass(self) -> None:
+        if self.resting.now:
+            self.resting.finish(self.waiting.count)
+        elif self._another and self.waiting.one_left and not self.course.off_track():
+            self._stop_recording()  # nobody has gone back, or will, from what came before
+        elif self.recording.finish():
+            self.executor.recorder = None
+        elif self.course.plan is not None:
+            known = self._known
+            if known is not None:
+                known.followed = not self._another and not self.course.off_track()
+                if not known.followed:
+                    known.watch(0 if self.planning.roomy else WATCHED)
+        self.executor.finish()
+        self.room.end_pass()
+        self.micro += 1
+        self.updates.show()
+
+    @on_real_memory
+    def abandon(self) -> None:
+        """A pass raised: what it held is released, its trace is thrown away."""
+        self._leave()
+        self.updates.shown.forget()
+        with plainly():
+            for parameter in self.data.parameters:
+                parameter.grad = None  # one that arrived and was not taken would be added to the next
+        self.updates.show()
+
+    def _leave(self) -> None:
+        self._stop_recording()
+        self.resting.end()
+        self.executor.let_go()
+        self.executor.finish()
+
+    def _stop_recording(self) -> None:
+        self.recording.abandon()
+        self.executor.recorder = None
+
+    def meet(self, deed: int, number: int = 0) -> None:
+        """Where ranks share the chunks, all of them are there."""
+        if self.sharing is not None:
+            self.sharing.meet(deed, number)
+
+    def of_all_ranks(self, losses: list[torch.Tensor]) -> list[float]:
+        """Of each rank the first that is not finite, if there is one; else its last. Some stages of a pipeline have
+        none."""
+        values = [float(loss) for loss in losses]
+        if self.sharing is None or not values:
+            return values
+        bad = [value for value in values if not math.isfinite(value)]
+        return [float(row) for row in self.sharing.ranks.objects((bad or values)[-1])]
+
+    def average_unmanaged(self) -> None:
+        """Parameters outside the chunks get the mean gradients of the ranks, once for a step."""
+        if self.sharing is None:
+            return
+        if self._averaged[0] != self.micro:
+            self.sharing.average(self.unmanaged.parameters)
+            self._averaged = self.micro, self.unmanaged.arrived()
+        elif self._averaged[1] != self.unmanaged.arrived():
+            raise StateError(
+                "a gradient came after engine.clip_grad_norm_(), to a parameter outside the chunks, of which ranks have "
+                "had the mean: clip after all backward passes of the step"
+            )
+
+    def brought(self) -> bool:
+        """Whether gradients are held of parameters that the optimizer has; on ranks, of any of them."""
+        updates = self.updates
+        elsewhere = updates.shares is not None and bool(updates.shares.everywhere)
+        groups = updates.steps.groups
+        outside = [p for p in self.unmanaged.parameters.values() if p.grad is not None]
+        if any(updates.arrived) or elsewhere or not outside:
+            return any(updates.arrived) or elsewhere
+        trained = {id(p) for group in groups for p in group["params"]}
+        return any(id(p) in trained for p in outside)
+
+    # -- update ---------------------------------------------------------------------------------------
+
+    def prelaunch(self) -> None:
+        """A step begins, and the host is to look at the gradients first."""
+        self.updates.chunks.forget()  # of a step that was interrupted
+        if self.resting.now and not self.updates.kept.always:
+            self.updates.prelaunch()
+
+    def apply(self, scale: float) -> None:
+        self.planning.portion.go_on()
+        self.homes.settle()
+        self.course.phase = UPDATING
+        try:
+            self.updates.apply(scale)
+            self.meet(DONE)  # nobody is left alone with a gather that the update began
+        finally:
+            self.executor.finish()
+            self._begin_counting()
+            if self.sharing is not None:
+                self.sharing.turn()
+
+    def catch_up_averages(self) -> None:
+        """Before weights change that averages have not taken in."""
+        for average in self.averages:
+            average.catch_up()
+
+    def refuse_swapped(self) -> None:
+        if self.swapped:
+            raise StateError(
+                f"{self.swapped}: evaluate under torch.no_grad(), export or read by name there; train and save after it"
+            )
+
+    def notice_dropped(self) -> bool:
+        """Gradients that the user's code has set to None are dropped, as in plain PyTorch; whether all were."""
+        updates = self.updates
+        dropped = updates.shown.hide()
+        if not dropped or updates.in_backward:
+            return False
+        if all(m in dropped for m, count in enumerate(updates.arrived) if count):
+            self.drop_gradients()
+            return True
+        updates.forget(dropped)
+        return False
+
+    def _begin_counting(self) -> None:
+        """Another step's passes."""
+        self.micro, self.pieces = 0, 1
+        self._averaged = 0, []
+
+    def drop_gradients(self) -> None:
+        self.updates.unwanted = True
+        self._begin_counting()
+        self.updates.discard()

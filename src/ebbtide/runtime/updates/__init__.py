@@ -1,0 +1,1 @@
+"""From gradients to new weights: param groups, one chunk's update, and the queue that carries updates out."""

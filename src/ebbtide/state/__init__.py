@@ -1,1 +1,0 @@
-"""Weights in and out, by name."""

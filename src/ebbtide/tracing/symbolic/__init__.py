@@ -1,0 +1,1 @@
+"""Passes under fake tensors: what an iteration would do, before it runs."""
