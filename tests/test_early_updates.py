@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ class Rooms:
     """Jobs that come when they have room, or when they may make some; in which order they did."""
 
     def __init__(self) -> None:
-        self.updater = UpdateQueue(background=True)
+        self.updater = UpdateQueue(True, SimpleNamespace(stream=None))
         self.chunks: dict[int, Chunk] = {}
         self.room: set[int] = set()
         self.ran, self.finished = list[int](), list[tuple[int, bool]]()
@@ -218,7 +219,7 @@ def train(engine: Engine, x: torch.Tensor) -> int:
     """How many updates have no room when the step is over."""
     engine.backward(engine(x))
     engine.step()
-    return sum(not job.ready for job in engine._session.executor.updater._pending)
+    return sum(not job.ready for job in engine._session.queue._pending)
 
 
 def test_another_engine_takes_no_room_from_updates_that_have_theirs(folder: Path) -> None:
@@ -291,7 +292,7 @@ def step(engine: Engine, number: int) -> int:
     """How many updates have no room when the step is over."""
     engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
     engine.step()
-    return sum(not job.ready for job in engine._session.executor.updater._pending)
+    return sum(not job.ready for job in engine._session.queue._pending)
 
 
 def slow(*_: Any) -> None:

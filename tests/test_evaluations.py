@@ -437,12 +437,12 @@ def test_state_leaves_for_a_larger_evaluation_and_comes_back() -> None:
                     loss = engine(ids(2))["loss"]
                     engine.backward(loss)
                     engine.step()
-                    homes = list(engine._session.homes.homes)
+                    homes = list(engine._session.store.state_homes)
                     with torch.no_grad():
                         losses += [loss.item(), engine(ids(14))["loss"].item()]
                 assert count.peak <= size
                 if size == memory:
-                    left += homes.count("device") > engine._session.homes.homes.count("device")
+                    left += homes.count("device") > engine._session.store.state_homes.count("device")
             engine.check_integrity()
             found.append((losses, homes, engine.weights_sha256()))
             engine.close()

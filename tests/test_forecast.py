@@ -31,7 +31,7 @@ from ebbtide.forecast.simulation.strategies import STRATEGIES, set_up
 from ebbtide.forecast.simulation.verdict import CHANGES
 from ebbtide.forecast.simulation.walk import step_seconds
 from ebbtide.models import find_model
-from ebbtide.runtime.setup import resolve_budgets
+from ebbtide.runtime.budgets import resolve_budgets
 from sampling import some
 
 PROMISED = {

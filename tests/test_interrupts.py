@@ -142,7 +142,7 @@ def test_an_update_in_backward_that_could_not_begin(
     step(engine, 0)
     engine.synchronize()
     updates = engine._session.updates
-    owner = updates.executor.updater if where == "host" else updates.chunks
+    owner = updates.chunks.queue if where == "host" else updates.chunks
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, call, interrupted_at(1, getattr(owner, call)))
         step(engine, 1)
@@ -180,7 +180,7 @@ def test_a_job_that_was_handed_over_half_way(monkeypatch: pytest.MonkeyPatch) ->
     told = []
 
     def submit(self: Stream, work: Any) -> Any:
-        if work == engine._session.executor.updater._work_off and not told:
+        if work == engine._session.queue._work_off and not told:
             told.append(work)
             raise KeyboardInterrupt
         return original(self, work)
@@ -346,7 +346,7 @@ def test_while_parameters_are_rebuilt(monkeypatch: pytest.MonkeyPatch, deed: str
     for interrupted in (False, True):
         engine = under_way(master="separate")
         engine.backward(engine(**zoo.ZOO["gpt2"].batch(2)).loss)
-        assert engine._session.updates.taken.members
+        assert engine._session.updates.sink.parameter_space.members
         seen: list[Any] = []
 
         def stop(*args: Any, seen: list[Any] = seen) -> Any:

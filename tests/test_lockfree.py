@@ -552,7 +552,7 @@ def test_a_chunk_does_not_leave_the_host_for_its_own_state(folder: Path) -> None
             for _ in range(3):
                 engine.backward(engine(torch.ones(1, 8, 8)))
             engine.step()
-        homes.update(engine._session.homes.homes)
+        homes.update(engine._session.store.state_homes)
         engine.check_integrity()
         engine.close()
     assert "host" in homes

@@ -34,7 +34,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def go_on(engine: Engine, total: torch.Tensor) -> None:
     """All is there, or the engine is broken and loading mends it."""
-    if engine._broken or engine._session.executor.updater.failed:
+    if engine._broken or engine._session.queue.failed:
         with pytest.raises(StateError, match="partially stepped"):
             engine.synchronize()
         engine.load_state_dict({f"layers.{i}.weight": torch.zeros(ELEMENTS) for i in range(LAYERS)})
@@ -159,7 +159,7 @@ def test_gradients_that_nobody_adds_are_not_waited_for(folder: Path, monkeypatch
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._session.executor.updater, "submit", interrupt)
+            patch.setattr(engine._session.queue, "submit", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 train(engine, 1)
         gate.set()

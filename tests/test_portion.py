@@ -390,8 +390,8 @@ def test_a_host_without_room_for_what_is_given_up(make: Make, host: int) -> None
         except BudgetError:
             second.check_integrity()
         homes = first._session.homes
-        for index, home in enumerate(homes.homes):
-            for chunk in first._session.updates.state_chunks(index):
+        for index, home in enumerate(first._session.store.state_homes):
+            for chunk in first._session.store.state_chunks(index):
                 assert chunk.valid_on(home) or not homes._settled
         turn(first, number)
     (whole,) = make("auto", count=1)

@@ -315,13 +315,13 @@ def test_weights_come_back_from_their_masters_on_ssd_in_portions(
     try:
         for step in range(3):
             engine.backward(engine(**batch).loss)
-            assert session.updates.taken.members, "nothing was taken"
+            assert session.updates.sink.parameter_space.members, "nothing was taken"
             with Count(engine) as count:
                 monkeypatch.setattr(
                     count, "backend", SimpleNamespace(owns=backend.owns, held=lambda: {"device": 0})
                 )
                 session.reclaim()
-            assert not session.updates.taken.away
+            assert not session.updates.sink.parameter_space.away
             if step:  # by then masters are on SSD
                 assert 0 < count.peak <= 2 * 4 * 1024 + 2 * 4096, f"{count.peak} bytes beside the budget"
             engine.step()

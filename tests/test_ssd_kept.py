@@ -97,7 +97,7 @@ def test_the_disk_begins_before_what_lives_in_ram_is_updated(
 
     monkeypatch.setattr(updates.chunks, "update", seen)
     step(engine, 2)
-    homes = [updates.homes[index] for index in begun]
+    homes = [updates.store.state_homes[index] for index in begun]
     assert {*homes} == {"device", "ssd"} and sorted(begun) == sorted({*begun})
     assert homes == sorted(homes, reverse=True), "streams first"
     assert engine.weights_sha256() == expected("gpt2", "none", 3)[0]
@@ -113,10 +113,10 @@ def test_state_that_the_first_plan_takes_home_gives_its_place_on_ssd_back_unwrit
     session = engine._session
     before = session.homes.at("ssd")
     loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
-    came = [index for index in before if session.homes.homes[index] == "device"]
+    came = [index for index in before if session.store.state_homes[index] == "device"]
     assert came
     for index in came:
-        assert all(state.ssd is None for state in session.updates.state_chunks(index))
+        assert all(state.ssd is None for state in session.store.state_chunks(index))
     engine.backward(loss)
     engine.step()
     assert engine.weights_sha256() == expected("gpt2", "none", 1)[0]
@@ -261,7 +261,7 @@ def test_what_backward_has_left_is_updated_in_the_order_of_the_next_forward(fold
     engine = open_engine(
         folder, FaultyIO(lambda *_: time.sleep(0.02)), split, updates="in-backward", clip=None
     )
-    updater, left = engine._session.executor.updater, list[list[int]]()
+    updater, left = engine._session.queue, list[list[int]]()
     reorder = updater.reorder
 
     def spy() -> None:
@@ -272,7 +272,7 @@ def test_what_backward_has_left_is_updated_in_the_order_of_the_next_forward(fold
     for number in range(4):
         step(engine, number)
         engine.check_integrity()
-    homes = set(engine._session.homes.homes)
+    homes = set(engine._session.store.state_homes)
     assert homes == ({"device", "ssd"} if not host else {"host", "ssd"} | homes & {"device"})
     assert max(map(len, left)) > 1
     assert engine.weights_sha256() == expected("gpt2", "none", 4, clip=None)[0]
@@ -297,7 +297,7 @@ def test_what_a_slow_disk_cannot_do_in_backward_is_done_in_the_next_forward(
     settings = {"updates": "in-backward", "clip": None, "placement": placement}
     slow = FaultyIO(lambda *_: time.sleep(0.01))
     engine = open_engine_of(folder, slow, budgets, **settings)
-    updater, put_off = engine._session.executor.updater, list[int]()
+    updater, put_off = engine._session.queue, list[int]()
     reorder = updater.reorder
 
     def spy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import torch
 from hypothesis import settings
@@ -45,7 +46,7 @@ class Machine(RuleBasedStateMachine):
         self.ledger = Ledger({"device": largest + room * BYTES, "host": 64 * BYTES})
         self.store = ChunkStore(layout, self.backend, self.ledger)
         self.data = ModelData(names, parameters, runs, layout, self.store, "none")
-        self.executor = Executor(self.data, policy, UpdateQueue(background=True))
+        self.executor = Executor(self.data, policy, UpdateQueue(True, SimpleNamespace(stream=None)))
         self.executor.room.peers.add(self.executor.room)
         self.values = [float(i) for i in range(LAYERS)]
         self.units = [unit for _, unit in units]
@@ -124,7 +125,7 @@ class Machine(RuleBasedStateMachine):
             self.store.written(chunk, "host")
             self.executor.places.leave_stale(chunk)
 
-        self.executor.updater.submit([chunk], waits, work, finish)
+        self.executor.updates.submit([chunk], waits, work, finish)
         self.values[which] = float(value)
 
     @rule(which=st.integers(0, LAYERS - 1), value=st.integers(10, 1000))
@@ -162,7 +163,7 @@ class Machine(RuleBasedStateMachine):
         for which in range(LAYERS):
             value = load_value(self.data, which, cpu_kernels(native=False))
             assert torch.equal(value, torch.full((32, 64), self.values[which]))
-        self.executor.updater.drop()
+        self.executor.updates.drop()
         self.backend.close()
 
 

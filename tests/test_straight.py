@@ -89,7 +89,7 @@ def test_where_the_host_is_full_against_the_plan_gradients_wait_on_the_device(
             batch = harness.batch_of("gpt2", number, torch.bfloat16, "cpu")
             with monkeypatch.context() as patch:
                 if number == 2:
-                    patch.setattr("ebbtide.runtime.gradients.destinations.Straight._fits", lambda *_: False)
+                    patch.setattr("ebbtide.runtime.gradients.destinations.HostDirect._fits", lambda *_: False)
                 engine.backward(engine(**batch).loss)
             assert (engine._session.ledger.tags["device"]["grad"] > 0) == (number == 2)
             engine.step()
@@ -203,7 +203,7 @@ def test_copies_that_another_plan_has_left_do_not_keep_gradients_from_the_host()
                 loss = engine(torch.ones(20, 32)).square().mean()
                 copies += leave_copies(engine) if number % 2 else 0
                 engine.backward(loss)
-                away = [i for i, home in enumerate(engine._session.homes.homes) if home == "host"]
+                away = [i for i, home in enumerate(engine._session.store.state_homes) if home == "host"]
                 assert all(engine._session.store.chunks["grad", i].device is None for i in away)
                 if number % 2:
                     engine.step()

@@ -14,7 +14,7 @@ from ebbtide.forecast.simulation.machine import Machine
 from ebbtide.forecast.simulation.strategies import Ask, Model, set_up
 from ebbtide.models import find_model
 from ebbtide.planner.placement import make_plan
-from ebbtide.runtime.setup import PRECISIONS
+from ebbtide.runtime.parameters.selection import PRECISIONS
 
 GB = 10**9
 FINE = 500

@@ -26,7 +26,7 @@ from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
 from ebbtide.planner.shape import update_bytes
 from ebbtide.planner.sizes import days_left
-from ebbtide.runtime.setup import PRECISIONS
+from ebbtide.runtime.parameters.selection import PRECISIONS
 
 WIDTHS = (256, 512, 768, 1024, 1280, 1600, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
 DEPTH = 36

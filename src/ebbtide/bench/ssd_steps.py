@@ -27,7 +27,7 @@ from ebbtide.forecast.doctor.ram import streams, update
 from ebbtide.forecast.simulation.bound import least_streamed
 from ebbtide.models import find_model
 from ebbtide.planner.shape import update_bytes
-from ebbtide.runtime.setup import PRECISIONS
+from ebbtide.runtime.parameters.selection import PRECISIONS
 
 MODELS = ("gpt2-350m", "gpt2-1b")
 SHARES = (0.5, 0.9)

@@ -21,7 +21,7 @@ from ebbtide.config import Config
 from ebbtide.devices.cpu_device import fast_dtype
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
-from ebbtide.runtime.setup import PRECISIONS
+from ebbtide.runtime.parameters.selection import PRECISIONS
 from ebbtide.tracing.standalone import NAMES
 
 LR = 1e-4

@@ -65,7 +65,7 @@ def _described(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 class _Export:
     def __init__(self, session: Session, folder: Path, dtype: torch.dtype | None, largest: int) -> None:
         self._session, self._folder = session, folder
-        self._companions = session.updates.companions
+        self._companions = session.companions
         self.first = (session.ranks is None or session.ranks.rank == 0) and (
             self._companions is None or self._companions.first
         )

@@ -20,7 +20,7 @@ import torch
 from ebbtide.errors import ConfigError, IntegrityError
 from ebbtide.kernels import require_settings
 from ebbtide.planner.record import PHASES, Record
-from ebbtide.runtime.setup import has_no_gaps
+from ebbtide.runtime.parameters.selection import has_no_gaps
 from ebbtide.runtime.updates.loss_scale import LossScaler
 
 LARGEST = 1 << 62

@@ -72,7 +72,7 @@ def take(session: Session, found: Mapping[str, Mapping[str, Any]]) -> int:
         laid.copy_(value)
         part.store(0, laid.as_strided((part.numel,), (1,)))
     steps = {name: int(state["step"]) for name, state in found.items()}
-    session.updates.steps.counts[:] = [steps.get(name, 0) for name in session.data.names]
+    session.updates.param_groups.counts[:] = [steps.get(name, 0) for name in session.data.names]
     session.unmanaged.steps.update({name: steps.get(name, 0) for name in session.unmanaged.steps})
     return max(steps.values(), default=0)
 
@@ -87,8 +87,10 @@ def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps:
     apart = session.lock_free is not None and ranks is not None
     return {
         "steps": steps,
-        "rank_counts": ranks.objects(list(updates.steps.counts)) if apart and ranks is not None else None,
-        "counts": dict(zip(data.names, updates.steps.counts, strict=True)) | session.unmanaged.steps,
+        "rank_counts": ranks.objects(list(updates.param_groups.counts))
+        if apart and ranks is not None
+        else None,
+        "counts": dict(zip(data.names, updates.param_groups.counts, strict=True)) | session.unmanaged.steps,
         "groups": [_group(session, group) for group in groups],
         "scaler": None if scaler is None else scaler.state_dict(),
         "device": session.backend.kind,
@@ -135,7 +137,7 @@ def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
 def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: Mapping[str, Any]) -> int:
     """Takes the facts over, and returns the number of steps."""
     counts = facts["counts"]
-    session.updates.steps.counts[:] = _counts_of(session, facts)
+    session.updates.param_groups.counts[:] = _counts_of(session, facts)
     session.unmanaged.steps.update({name: counts[name] for name in session.unmanaged.steps})
     for group, saved in zip(groups, facts["groups"], strict=True):
         for key, value in saved["settings"].items():

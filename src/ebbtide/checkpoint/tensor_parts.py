@@ -55,7 +55,7 @@ class TensorPart:
 def parts_of(session: Session, everything: bool = False) -> Iterator[TensorPart]:
     """In the order of the chunks. With `everything`, state that was never written, too, for values that may come."""
     for index, members in enumerate(session.data.members):
-        states = [chunk for chunk in session.updates.state_chunks(index) if chunk.kind != "master"]
+        states = [chunk for chunk in session.store.state_chunks(index) if chunk.kind != "master"]
         for member in members:
             yield _weights(session, member)
             for chunk in states:
@@ -103,7 +103,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> TensorPart:
         if chunk.free:
             session.updates.chunks.open_states(place.chunk)
         space.settle(chunk, host=True)
-        offset, tier = share.offset + begin - share.first, session.updates.homes[place.chunk]
+        offset, tier = share.offset + begin - share.first, session.store.state_homes[place.chunk]
         if tier == "ssd":
             if not chunk.ssd_valid:
                 clear(space, chunk)

@@ -121,14 +121,16 @@ def _held(session: Session, name: str) -> torch.Tensor | None:
     member = session.data.names.index(name)
     updates = session.updates
     elsewhere = updates.shares is not None and member in updates.shares.everywhere
-    if not updates.arrived[member] and not elsewhere:
+    if not updates.sink.arrived[member] and not elsewhere:
         return None
-    if member in updates.kept:
-        return updates.kept[member].to("cpu", torch.float32, copy=True)
+    if member in updates.sink.in_place:
+        return updates.sink.in_place[member].to("cpu", torch.float32, copy=True)
     place, share = session.data.places[member], session.data.shares[member]
     flat = torch.empty(place.numel)
     if share.numel:
-        chunk = session.store.chunks["param" if member in updates.taken.members else "grad", place.chunk]
+        chunk = session.store.chunks[
+            "param" if member in updates.sink.parameter_space.members else "grad", place.chunk
+        ]
         copy_out(session.store, chunk, share.offset, flat[share.first : share.first + share.numel])
     session.data.collect(member, flat)
     return flat.as_strided(place.shape, place.stride)

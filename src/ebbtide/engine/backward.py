@@ -56,14 +56,14 @@ class Backpropagation(EngineCore):
             self._before_in_backward(loss)
         session.updates.regroup(self.optimizer.param_groups)
         self._losses.append(loss)
-        before, captured = session.updates.applied, session.updates.captured
+        before, captured = session.updates.applied, session.updates.sink.captured
         outside = session.unmanaged.arrived()
         try:
             with session.reversing(True, root is None, root):
                 yield
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.
-            if session.updates.captured != captured or session.unmanaged.arrived() != outside:
+            if session.updates.sink.captured != captured or session.unmanaged.arrived() != outside:
                 self._clear()
             elif self._losses:
                 self._losses.pop()

@@ -64,7 +64,7 @@ class ValuesByName(EngineCore):
         session.reclaim()
         if session.lock_free is not None:
             session.lock_free.begin_evaluation()
-        session.executor.updater.flush()  # one by one they have room, not beside all parameters
+        session.queue.flush()  # one by one they have room, not beside all parameters
         session.hold_outputs()
         if write:
             session.catch_up_averages()

@@ -84,10 +84,10 @@ class EngineCore:
     @property
     def _companions(self) -> ModelParallel | None:
         """Those that have the rest of the model."""
-        return self._session.updates.companions
+        return self._session.companions
 
     def _check(self) -> None:
-        broken = self._broken or self._open().executor.updater.failed
+        broken = self._broken or self._open().queue.failed
         if broken:
             raise StateError(
                 f"the engine is partially stepped: {broken}. Load a checkpoint, or weights with load_state_dict()"
@@ -116,12 +116,12 @@ class EngineCore:
 
     def _end_pending(self) -> None:
         """Before all weights are written. What an engine that is broken has pending may never be done: it goes."""
-        self._session.executor.updater.drop()
+        self._session.queue.drop()
         if self._broken and self._session.lock_free is not None:
             self._session.lock_free.give_up()
 
     def _mend(self) -> None:
         """All weights were written: what was half-done is gone."""
         self._broken = ""
-        self._session.executor.updater.mend()
+        self._session.queue.mend()
         self._session.data.changed(range(len(self._session.data.names)))

@@ -80,7 +80,7 @@ class Stepping(EngineCore):
             self._clip_once = float(max_norm)
         else:
             norm = 0.0  # as in plain PyTorch, where there are no gradients
-        session.updates.show()
+        session.updates.sink.show()
         return torch.tensor(norm)
 
     def _unscale(self) -> float:

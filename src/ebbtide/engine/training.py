@@ -34,22 +34,16 @@ from ebbtide.engine.stepping import Stepping, StepResult
 from ebbtide.engine.tracebacks import show_users_lines
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
+from ebbtide.runtime.budgets import alike, refuse_nowhere, refuse_unbuilt, warn_of_slow_products
 from ebbtide.runtime.distributed.launch import join_if_launched
 from ebbtide.runtime.distributed.model_parallel import ModelParallel, find_model_parallel, others_too
 from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, open_ranks
 from ebbtide.runtime.movement.plan_cursor import IDLE
+from ebbtide.runtime.parameters.selection import Choice, choose
 from ebbtide.runtime.planning.calls import call_of
 from ebbtide.runtime.planning.earlier_passes import ways_back
 from ebbtide.runtime.process_tiers import Tiers, shared_tiers
 from ebbtide.runtime.session import Session
-from ebbtide.runtime.setup import (
-    Choice,
-    alike,
-    choose,
-    refuse_nowhere,
-    refuse_unbuilt,
-    warn_of_slow_products,
-)
 from ebbtide.runtime.stats import facts
 from ebbtide.runtime.updates.loss_scale import LossScaler
 from ebbtide.tracing.hooks.root_calls import InStep, RootCalls

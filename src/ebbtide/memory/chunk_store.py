@@ -96,6 +96,9 @@ class Copies:
         self.near = "host" if ledger.budgets["host"] else "device"
         """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.state_homes: list[str] = []
+        """By chunk: the tier where its optimizer state lives. Placement decides, and writes it."""
+        self._states: list[list[Chunk]] = [[] for _ in layout.chunks]
         self.graphs: WeakSet[object] = WeakSet()
         """One for each graph of autograd's that has saved weights as they are, and not where they will be."""
 
@@ -104,7 +107,13 @@ class Copies:
         size = self.slicing.slice(size) * (self.crew(index) if kind in GATHERED else 1)
         chunk = Chunk(kind, index, dtype, size, size * dtype.itemsize)
         self.chunks[kind, index] = chunk
+        if kind not in PASSING:
+            self._states[index].append(chunk)
         return chunk
+
+    def state_chunks(self, index: int) -> list[Chunk]:
+        """Optimizer state of a chunk, by kind: the master first where there is one."""
+        return self._states[index]
 
     def crew(self, index: int) -> int:
         """How many ranks' slices of a chunk are computed with: of all, or of those that have the same experts."""

@@ -19,6 +19,7 @@ from ebbtide.memory.chunk_store import ChunkStore
 from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.shape import ModelShape
 from ebbtide.runtime.activations.offload import ActivationOffload
+from ebbtide.runtime.budgets import check_fit
 from ebbtide.runtime.distributed.experts.adapters import ExpertLayer, find_layers
 from ebbtide.runtime.distributed.experts.token_exchange import TokenExchange
 from ebbtide.runtime.distributed.gather import ChunkSharing
@@ -33,6 +34,7 @@ from ebbtide.runtime.parameters.binding import ModelData, specs_of
 from ebbtide.runtime.parameters.host_modules import HostModules
 from ebbtide.runtime.parameters.initial_values import Source
 from ebbtide.runtime.parameters.inplace_writes import Writes
+from ebbtide.runtime.parameters.selection import Choice
 from ebbtide.runtime.parameters.unmanaged import Unmanaged
 from ebbtide.runtime.planning.earlier_passes import LiveOutputs, PendingForwards
 from ebbtide.runtime.planning.evaluation_memory import EvaluationMemory
@@ -41,7 +43,6 @@ from ebbtide.runtime.planning.plan_choice import PlanChoice
 from ebbtide.runtime.planning.planner_inputs import cost_of, settings_of, shape_of
 from ebbtide.runtime.planning.tracer import SymbolicPasses, Tracer
 from ebbtide.runtime.process_tiers import Tiers
-from ebbtide.runtime.setup import Choice, check_fit
 from ebbtide.runtime.takeover import Takeover, Unfreeze
 from ebbtide.runtime.updates.lock_free.policy import LockFree
 from ebbtide.runtime.updates.update_queue import UpdateQueue
@@ -61,7 +62,8 @@ class Machinery:
         companions: ModelParallel | None = None,
     ) -> None:
         """`ranks`: those that share the chunks."""
-        self.module, self.config = module, config
+        self.module, self.config, self.companions = module, config, companions
+        self.activations: ActivationOffload | None = None
         self.backend, self.ledger = tiers.backend, tiers.ledger
         parameters, runs, units = find_units(module, list(choice.managed.values()))
         name_of = {id(p): n for n, p in choice.managed.items()}
@@ -75,7 +77,9 @@ class Machinery:
         self.layout = build_spread_layout(specs, banks, config.layout, size, slicing.ranks)
         self.store = ChunkStore(self.layout, self.backend, self.ledger, tiers.disk, slicing)
         self.data = ModelData(names, parameters, runs, self.layout, self.store, config.resolved_master)
-        self.executor = Executor(self.data, config.eviction, UpdateQueue(background=config.prefetch))
+        self.streaming = StateStreaming(self.store, config.prefetch)
+        self.queue = UpdateQueue(config.prefetch, self.streaming)
+        self.executor = Executor(self.data, config.eviction, self.queue)
         self.room, self.places = self.executor.room, self.executor.places
         self.course = self.executor.course
         self.room.peers = tiers.rooms
@@ -83,7 +87,7 @@ class Machinery:
         self._make_updates(kernels, ranks, companions)
         self._put_beside(choice, kernels)
         self.interceptor = Interceptor(
-            module, parameters, runs, units, self.executor, self.updates.shown.cover
+            module, parameters, runs, units, self.executor, self.updates.sink.stand_ins.cover
         )
         carried = HostModules(choice.hosted.values(), self.backend.device, self.store.traffic.moved)
         for handle in carried.handles:
@@ -99,35 +103,33 @@ class Machinery:
         self, kernels: Mapping[str, Kernels], ranks: Ranks | None, companions: ModelParallel | None
     ) -> None:
         config, rule = self.config, RULES[self.config.optimizer.name]
-        made = Updates(self.data, rule, kernels, self.executor, config.updates == "in-backward")
+        made = Updates(self.data, rule, kernels, self.executor, self.queue, config.updates == "in-backward")
         self.updates = made
         made.companions = companions
         if companions is not None:
             companions.know(self.data.names)
         made.stop_nonfinite = config.nonfinite == "stop"
-        made.norm_wanted = config.updates != "in-backward"
+        made.sink.norm_wanted = config.updates != "in-backward"
         made.scaled = config.precision == "fp16"
         made.add_chunks()
         self.sharing = None if ranks is None else self._share(ranks, kernels["device"])
         self.executor.on_gradient = made.capture
-        self.executor.reclaim = made.taken.reclaim
-        self.data.carry_on = Writes(self.data, kernels["host"], made.taken).carry_on
+        self.executor.reclaim = made.sink.parameter_space.reclaim
+        self.data.carry_on = Writes(self.data, kernels["host"], made.sink.parameter_space).carry_on
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
         as_they_are = self.backend.kind == "cpu" and ranks is None
-        made.kept.always = as_they_are and self.ledger.device_alone
-        made.kept.where_planned = as_they_are and made.in_backward and self.store.near == "device"
+        made.sink.in_place.always = as_they_are and self.ledger.device_alone
+        made.sink.in_place.where_planned = as_they_are and made.in_backward and self.store.near == "device"
 
     def _put_beside(self, choice: Choice, kernels: Mapping[str, Kernels]) -> None:
         """What goes on beside the chunks, and whether all of it has room."""
         config = self.config
-        self.room.homes = self.updates.homes
-        self.streaming = StateStreaming(self.store, self.executor.updater, self.updates.state_chunks)
         self.data.written_on_ssd = self.streaming.note  # what was read ahead is out of date
         self.lock_free = self._lock_free(config) if config.updates == "lock-free" else None
         rule, accumulates = self.updates.rule, config.accumulate > 1
         self.unmanaged = Unmanaged(self.module, choice, self.backend, kernels, rule, accumulates)
         self._reserve_hosted(choice)
-        self.recording = Tracer(self.backend, self.unmanaged, self.updates.kept)
+        self.recording = Tracer(self.backend, self.unmanaged, self.updates.sink.in_place)
         spared = sum(room.copies() for room in self.room.peers)
         if self.sharing is not None:
             spared += self.sharing.reductions.extra()
@@ -187,19 +189,17 @@ class Machinery:
     def _plan_by(self, config: Config) -> None:
         """What plans are made by, and what they move."""
         shape = shape_of(self.data, self.updates)
-        companions = self.updates.companions
+        companions = self.companions
         staged = companions is not None and companions.stages is not None
         settings = settings_of(config, self.room, self.sharing is not None or staged)
         cost = cost_of(config, shape, settings, self.data, self.updates)
         self.traces = PlanCache(shape, settings, cost, config.offload_activations)
-        self.updates.straight.possible = settings.straight
-        self.homes = StatePlacement(
-            self.updates, self.executor, self.streaming, settings, config.warmup_share
-        )
+        self.updates.sink.host_direct.possible = settings.straight
+        self.homes = StatePlacement(self.executor, self.streaming, settings, config.warmup_share)
         if config.offload_activations != OFF:
             made = ActivationOffload(self.store, config.offload_activations, self.executor.lock)
             made.spare = weakref.WeakMethod(self.homes.spare_host)
-            self.room.activations = made
+            self.activations = self.room.activations = made
 
     def _reserve_hosted(self, choice: Choice) -> None:
         """Host modules' bytes, on the host's budget (where there is one tier only, on that)."""
@@ -226,15 +226,15 @@ class Machinery:
     @property
     def offloaded_bytes(self) -> int:
         """Activations that were sent to the host or to SSD so far."""
-        return self.room.activations.offloaded_bytes if self.room.activations is not None else 0
+        return self.activations.offloaded_bytes if self.activations is not None else 0
 
     def check_integrity(self) -> None:
         self.store.check_integrity()
         self.data.check()
         if self.lock_free is not None:
             self.lock_free.check()
-        if self.room.activations is not None:
-            self.room.activations.check()
+        if self.activations is not None:
+            self.activations.check()
 
     # -- its end --------------------------------------------------------------------------------------
 
@@ -252,11 +252,11 @@ class Machinery:
         """Gives all memory back; the module's parameters become placeholders."""
         if self.lock_free is not None:
             self.lock_free.close()
-        self.executor.updater.close()
+        self.queue.close()
         self.streaming.close()
-        self.updates.kept.clear()
-        if self.room.activations is not None:
-            self.room.activations.close()
+        self.updates.sink.in_place.clear()
+        if self.activations is not None:
+            self.activations.close()
         self.interceptor.remove()
         for index in range(len(self.layout.chunks)):
             self.data.unbind(index)

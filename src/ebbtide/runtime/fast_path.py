@@ -43,7 +43,7 @@ class _GraphMark:
 class FastPath:
     def __init__(self, interceptor: Interceptor, updates: Updates, ledger: Ledger, possible: bool) -> None:
         self._interceptor, self._updates, self._ledger = interceptor, updates, ledger
-        self._untold = AutogradSums(updates)
+        self._untold = AutogradSums(updates.sink, updates.capture)
         self._possible = possible
         self._known: KnownInput | None = None
         self._plan: Plan | None = None
@@ -76,7 +76,7 @@ class FastPath:
     @property
     def _can_move(self) -> bool:
         """Whether there is a tier to go to, or gradients are copied into chunks all the same."""
-        return not self._updates.kept.always
+        return not self._updates.sink.in_place.always
 
     def rule_out(self) -> None:
         """Not all gradients of a pass come in one backward, at its end: only who follows it knows what comes when."""
@@ -92,11 +92,11 @@ class FastPath:
         rests = self._possible and ready and plan is not None and not plan.take_over
         # Where nothing is trained the graph leads to nothing that could be marked.
         rests = rests and any(self._updates.data.trained)
-        rests = rests and not self._updates.sparse and not self._interceptor.others_listen
+        rests = rests and not self._updates.sink.sparse and not self._interceptor.others_listen
         rests = rests and (not self._can_move or self.has_room(plan))
         self._known, self._plan = (known, plan) if rests else (None, None)
         self._offset, self._before = offset, None
-        self._captured = self._updates.captured
+        self._captured = self._updates.sink.captured
         self._arrived.clear()
         self._interceptor.unnoticed, self._interceptor.deaf = 0, False
         self._interceptor.rest(rests)
@@ -113,7 +113,7 @@ class FastPath:
         planned = set(plan.items)
         unused = sum(chunk.nbytes for chunk in chunks if (chunk.kind, chunk.index) not in planned)
         gradients = sum(
-            self._updates.gradient_bytes(m) for m, p in enumerate(data.parameters) if p.requires_grad
+            self._updates.sink.gradient_bytes(m) for m, p in enumerate(data.parameters) if p.requires_grad
         )
         spare = room.budget("device") - room.held - plan.highest - unused - gradients
         return not any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks)
@@ -170,18 +170,18 @@ class FastPath:
 
     def _look_around(self) -> None:
         """What is there before backward."""
-        if self._captured != self._updates.captured:
+        if self._captured != self._updates.sink.captured:
             self.rule_out()  # another backward reaches these parameters within the pass
         if self._before is None:
             self._before = self._ledger.reserved["device"]
-            self._had_none = {m for m, count in enumerate(self._updates.arrived) if not count}
+            self._had_none = {m for m, count in enumerate(self._updates.sink.arrived) if not count}
 
     def _take_in(self, plan: Plan) -> None:
         assert self._before is not None
         room = self._updates.executor.room
         room.set_level(plan.levels[self._offset + len(plan.record.moments) - 1])
         self._arrived |= self._untold.take_in()
-        self._captured = self._updates.captured
+        self._captured = self._updates.sink.captured
         beside = self._arrived if self._can_move else self._arrived & self._had_none
         self._ledger.look_back("device", self._before + self._highest(plan, beside))
 
@@ -190,7 +190,7 @@ class FastPath:
         coming = Counter[int]()
         for arrival in plan.record.arrivals:
             if arrival.parameter in new:
-                coming[arrival.moment] += self._updates.gradient_bytes(arrival.parameter)
+                coming[arrival.moment] += self._updates.sink.gradient_bytes(arrival.parameter)
         highest = gradients = 0
         for moment in range(len(plan.record.moments)):
             gradients += coming[moment]
@@ -206,6 +206,6 @@ class FastPath:
         assert known is not None
         units = sum(moment.phase == FORWARD for moment in known.record.moments)
         arriving = {arrival.parameter for arrival in known.record.arrivals}
-        taken = {member for member in arriving if self._updates.steps.group_of[member] >= 0}
+        taken = {member for member in arriving if self._updates.param_groups.group_of[member] >= 0}
         if self._arrived != taken or self._interceptor.unnoticed != units or not self._possible:
             known.stale, known.followed = True, False

@@ -16,10 +16,10 @@ from ebbtide.devices import Backend, open_backend
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.disk.space import DiskSpace
+from ebbtide.runtime.budgets import MARGIN, resolve_budgets
 from ebbtide.runtime.distributed.model_parallel import ModelParallel
 from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, neighbours
 from ebbtide.runtime.movement.eviction import Room
-from ebbtide.runtime.setup import MARGIN, resolve_budgets
 
 
 @dataclass

@@ -27,11 +27,11 @@ from ebbtide.runtime.distributed.ranks import Ranks
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, UPDATING
 from ebbtide.runtime.parameters.initial_values import Source
 from ebbtide.runtime.parameters.parameter_classes import plainly
+from ebbtide.runtime.parameters.selection import Choice
 from ebbtide.runtime.planning.calls import Call
 from ebbtide.runtime.planning.earlier_passes import beside
 from ebbtide.runtime.planning.plan_cache import WATCHED, KnownInput
 from ebbtide.runtime.process_tiers import Tiers
-from ebbtide.runtime.setup import Choice
 
 MANY = 256
 """Forward passes before one backward: whoever makes more forgot torch.no_grad, and a trace of them all has no use."""
@@ -113,7 +113,7 @@ class Session(Machinery):
             with real(), torch.inference_mode(False), torch.no_grad():
                 if self.lock_free is not None:
                     self.lock_free.begin_evaluation()
-                self.executor.updater.bring_all()  # there is room for them in the moments of training
+                self.queue.bring_all()  # there is room for them in the moments of training
                 if self.idle and not self.planning.roomy:
                     self.room.begin_turn(evaluates=True)
                     before = self.room.level, self.ledger.is_guess("device"), self.room.held
@@ -161,7 +161,7 @@ class Session(Machinery):
             return
         self.waiting.clear()
         self.waiting.begin()
-        self._captured = self.updates.captured
+        self._captured = self.updates.sink.captured
         self._known, self._another = None, False
         if self.sharing is not None:
             self.sharing.turn()
@@ -187,10 +187,10 @@ class Session(Machinery):
             self.homes.settle()
             self.room.raise_level(self.homes.first_level(self.shape), guess=True)
         if self.lock_free is not None:
-            homes, states = self.homes.homes, self.shape.state_bytes
+            homes, states = self.store.state_homes, self.shape.state_bytes
             self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
             self.lock_free.begin_pass()
-        self.updates.take_over = plan is not None and plan.take_over
+        self.updates.sink.take_over = plan is not None and plan.take_over
         self.resting.begin(known, plan, offset)
         try:
             self.executor.begin(plan, self.recording.recorder, offset)
@@ -244,7 +244,7 @@ class Session(Machinery):
             self.room.raise_level(level, guess=self.room.activations is not None)
             return
         plan = self.planning.adopt(known)
-        self.updates.take_over = plan.take_over
+        self.updates.sink.take_over = plan.take_over
         offset = self.micro % plan.accumulate * len(plan.record.moments)
         self.executor.begin(plan, self.recording.recorder, offset)
 
@@ -281,13 +281,13 @@ class Session(Machinery):
         """Parameters whose space gradients took are wanted again before the update; gradients that were being dropped
         are not, nor is a pass that nobody can go back from any more. When outputs go, ranks do not agree about."""
         self.room.begin_turn()
-        alone = self.sharing is None and not self.frozen and self.updates.captured == self._captured
+        alone = self.sharing is None and not self.frozen and self.updates.sink.captured == self._captured
         if alone and self.course.phase == RUNNING and self.waiting.gone:
             self._leave()
         if self.updates.unwanted:
             self.drop_gradients()
-        if self.updates.taken.away:
-            self.updates.taken.give_back()
+        if self.updates.sink.parameter_space.away:
+            self.updates.sink.parameter_space.give_back()
 
     @contextmanager
     def running(self, by_node: bool = False) -> Iterator[None]:
@@ -313,7 +313,7 @@ class Session(Machinery):
         `running`. `loss`: the tensor that backward starts from, where the engine has it."""
         self._by_node = by_node
         self.planning.portion.go_on()
-        self.updates.shown.forget()
+        self.updates.sink.stand_ins.forget()
         over = self.idle
         if not over:
             self._let_go_of_old(loss)
@@ -357,17 +357,17 @@ class Session(Machinery):
         self.executor.finish()
         self.room.end_pass()
         self.micro += 1
-        self.updates.show()
+        self.updates.sink.show()
 
     @on_real_memory
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
         self._leave()
-        self.updates.shown.forget()
+        self.updates.sink.stand_ins.forget()
         with plainly():
             for parameter in self.data.parameters:
                 parameter.grad = None  # one that arrived and was not taken would be added to the next
-        self.updates.show()
+        self.updates.sink.show()
 
     def _leave(self) -> None:
         self._stop_recording()
@@ -410,10 +410,10 @@ class Session(Machinery):
         """Whether gradients are held of parameters that the optimizer has; on ranks, of any of them."""
         updates = self.updates
         elsewhere = updates.shares is not None and bool(updates.shares.everywhere)
-        groups = updates.steps.groups
+        groups = updates.param_groups.groups
         outside = [p for p in self.unmanaged.parameters.values() if p.grad is not None]
-        if any(updates.arrived) or elsewhere or not outside:
-            return any(updates.arrived) or elsewhere
+        if any(updates.sink.arrived) or elsewhere or not outside:
+            return any(updates.sink.arrived) or elsewhere
         trained = {id(p) for group in groups for p in group["params"]}
         return any(id(p) in trained for p in outside)
 
@@ -422,7 +422,7 @@ class Session(Machinery):
     def prelaunch(self) -> None:
         """A step begins, and the host is to look at the gradients first."""
         self.updates.chunks.forget()  # of a step that was interrupted
-        if self.resting.now and not self.updates.kept.always:
+        if self.resting.now and not self.updates.sink.in_place.always:
             self.updates.prelaunch()
 
     def apply(self, scale: float) -> None:
@@ -452,10 +452,10 @@ class Session(Machinery):
     def notice_dropped(self) -> bool:
         """Gradients that the user's code has set to None are dropped, as in plain PyTorch; whether all were."""
         updates = self.updates
-        dropped = updates.shown.hide()
+        dropped = updates.sink.stand_ins.hide()
         if not dropped or updates.in_backward:
             return False
-        if all(m in dropped for m, count in enumerate(updates.arrived) if count):
+        if all(m in dropped for m, count in enumerate(updates.sink.arrived) if count):
             self.drop_gradients()
             return True
         updates.forget(dropped)

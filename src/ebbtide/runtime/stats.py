@@ -30,7 +30,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         "traces": session.traces.count,
         "diverged": course.diverged,
         "symbolic": session.imagining.note,
-        "device_state_chunks": session.updates.homes.count("device"),
+        "device_state_chunks": session.store.state_homes.count("device"),
         "chunks": len(session.layout.chunks),
         "utilisation": session.layout.utilisation,
         "planned_traffic": plan.traffic if plan else None,

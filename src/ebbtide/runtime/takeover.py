@@ -19,10 +19,10 @@ from ebbtide.runtime.parameters.binding import TORCH_DTYPES, ModelData, dense
 from ebbtide.runtime.parameters.element_access import load_value, store_value
 from ebbtide.runtime.parameters.initial_values import Source
 from ebbtide.runtime.parameters.parameter_classes import plainly
+from ebbtide.runtime.parameters.selection import Choice
 from ebbtide.runtime.parameters.unmanaged import Unmanaged
 from ebbtide.runtime.planning.plan_cache import PlanCache
 from ebbtide.runtime.planning.planner_inputs import shape_of
-from ebbtide.runtime.setup import Choice
 from ebbtide.runtime.updates.updates import Updates
 
 
@@ -63,7 +63,7 @@ class Takeover:
     def _give_places(self, shape: ModelShape, index: int) -> None:
         """The chunk's parameters, and their masters, get a copy on some tier."""
         home = self._homes.first(shape, index)
-        self._homes.homes.append(home)
+        self._store.state_homes.append(home)
         param = self._data.parameter_chunk(index)
         tier = self._store.near if home == "ssd" else home
         self._room.make_for(param, tier)
@@ -150,14 +150,14 @@ class Unfreeze:
         kernels = updates.kernels["host"]
         data.trained[index] = True
         updates.add_chunk(index)
-        if not data.store.ledger.budgets[homes.homes[index]]:
-            homes.homes[index] = "device"  # a plan says nothing of state that there is not
+        if not data.store.ledger.budgets[data.store.state_homes[index]]:
+            data.store.state_homes[index] = "device"  # a plan says nothing of state that there is not
         master = data.store.chunks.get(("master", index))
         if master is not None:
             values = [(m, load_value(data, m, kernels)) for m in data.members[index]]
-            homes.give_place(master, homes.homes[index])
+            homes.give_place(master, data.store.state_homes[index])
             for member, value in values:
                 store_value(data, member, dense(value), kernels)
-        if homes.homes[index] == "ssd":
+        if data.store.state_homes[index] == "ssd":
             updates.drain()
             homes.restream()

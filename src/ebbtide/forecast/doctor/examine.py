@@ -16,7 +16,7 @@ from ebbtide.forecast.doctor.advice import advise
 from ebbtide.forecast.doctor.operators import Operators
 from ebbtide.forecast.doctor.system import System, read_system
 from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.runtime.setup import MARGIN
+from ebbtide.runtime.budgets import MARGIN
 from ebbtide.tracing.standalone import NAMES
 
 MIB = 1 << 20

@@ -155,31 +155,3 @@ def find_model_parallel(
 def others_too(companions: ModelParallel | None) -> AbstractContextManager[None]:
     """What is raised within on one of those that have the model is raised on all."""
     return nullcontext() if companions is None else companions.all_or_none()
-
-
-def refuse_split(name: str, parameter: Any) -> None:
-    """Parameters that are split in a way that chunks cannot follow."""
-    if not is_split(parameter):
-        return
-    strange = [one for one in parameter.placements if type(one).__name__ not in ("Shard", "Replicate")]
-    if strange:
-        raise UnsupportedError(
-            f"{name} is a DTensor with placement {strange[0]}; expected Shard and Replicate, as "
-            "parallelize_module makes them"
-        )
-    if parameter.is_meta:
-        raise UnsupportedError(
-            f"{name} is a DTensor on the meta device, which has no values; build the module on the CPU before "
-            "parallelize_module()"
-        )
-
-
-def refuse_hooks(name: str, parameter: Any, dtype: torch.dtype) -> None:
-    """A DTensor in another dtype is another tensor, without the hooks of the first."""
-    if not is_split(parameter) or parameter.dtype == dtype:
-        return
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise UnsupportedError(
-            f"{name} is a DTensor in {parameter.dtype} with gradient hooks, which {dtype} would lose; register them "
-            "after initialize(), or convert the module before"
-        )

@@ -68,13 +68,13 @@ class ShardedGradients:
         view = chunk.view().as_strided(seen.shape, seen.stride, seen.offset)
         self._kernels.capture(view, gradient, member in self._passed)
         self._passed[member] = self._passed.get(member, 0) + 1
-        if all(self._passed.get(m, 0) >= self._times(m) for m in self._updates.expected(place.chunk)):
+        if all(self._passed.get(m, 0) >= self._times(m) for m in self._updates.sink.expected(place.chunk)):
             self._given.add(place.chunk)
             self._sharing.complete(place.chunk)
 
     def _claimed(self, index: int) -> list[bool]:
         """Experts that other ranks have are as complete as this rank's: where one is not, its marks are others."""
-        expected = self._updates.expected_anywhere(index)
+        expected = self._updates.sink.expected_anywhere(index)
         views, members = self._data.views, self._data.members[index]
         return [m in self._passed if views[m] is not None else m in expected for m in members]
 
@@ -102,7 +102,7 @@ class ShardedGradients:
 
     def _hold(self, member: int, gradient: torch.Tensor) -> None:
         """Of an expert that this rank has: nobody else has a part of it."""
-        self._updates.hold(member, gradient)
+        self._updates.sink.hold(member, gradient)
         self._measure(member, self._store.get(GRAD, self._data.places[member].chunk))
         self._sums = None
 
@@ -116,7 +116,7 @@ class ShardedGradients:
     def _hear_of_experts(self) -> None:
         """A tensor that has several ranks' experts gets zeros where those of one had no tokens."""
         updates, data = self._updates, self._data
-        rows = self._sharing.ranks.numbers([min(1, updates.arrived[member]) for member in self._experts])
+        rows = self._sharing.ranks.numbers([min(1, updates.sink.arrived[member]) for member in self._experts])
         self.everywhere.update(
             member
             for member, arrived in zip(self._experts, zip(*rows, strict=True), strict=True)
@@ -124,7 +124,7 @@ class ShardedGradients:
         )
         for member in sorted(self.everywhere):
             view = data.views[member]
-            if view is not None and not updates.arrived[member]:
+            if view is not None and not updates.sink.arrived[member]:
                 like = data.parameters[member]
                 zeros = torch.empty_strided(view.shape, view.stride, dtype=like.dtype, device=like.device)
                 self._hold(member, zeros.zero_())
@@ -137,7 +137,7 @@ class ShardedGradients:
         """Updates of experts on other ranks count here, too: what is saved is the same on all of them."""
         for member in self.everywhere:
             if self._data.views[member] is None:
-                self._updates.steps.counts[member] += 1
+                self._updates.param_groups.counts[member] += 1
 
     def discard(self) -> None:
         reductions = self._sharing.reductions
@@ -163,7 +163,7 @@ class ShardedGradients:
             if self._data.views[member] is None:
                 self.everywhere.add(member)
                 continue
-            updates.arrived[member] += 1
+            updates.sink.arrived[member] += 1
             self._measure(member, grad)
         self._sums = None
         if updates.in_backward:
@@ -176,7 +176,7 @@ class ShardedGradients:
         """What this rank has of a gradient, which is on the device."""
         share = self._data.shares[member]
         part = grad.view()[share.offset : share.offset + share.numel]
-        if self._updates.norm_wanted:
+        if self._updates.sink.norm_wanted:
             self._blocks[member] = self._kernels.block_sums(part).cpu()
         elif share.numel:
             value = float(self._kernels.look([part], norm=False)[0])
@@ -201,9 +201,9 @@ class ShardedGradients:
     def sums(self) -> dict[int, float]:
         """The sum of squares of each gradient that arrived, of the whole tensor; NaN where it is not finite."""
         if self._sums is None:
-            here = (m for m, count in enumerate(self._updates.arrived) if count)
+            here = (m for m, count in enumerate(self._updates.sink.arrived) if count)
             members = sorted({*here, *self.everywhere})
-            self._sums = self._gathered(members) if self._updates.norm_wanted else self._flagged(members)
+            self._sums = self._gathered(members) if self._updates.sink.norm_wanted else self._flagged(members)
         return self._sums
 
     def _gathered(self, members: Sequence[int]) -> dict[int, float]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ebbtide.runtime.updates.updates import Updates
+from ebbtide.runtime.gradients.sink import GradientSink
 
 
 class AutogradSums:
-    def __init__(self, updates: Updates) -> None:
-        self._updates, self._kept, self._data = updates, updates.kept, updates.data
+    def __init__(self, sink: GradientSink, capture: Callable[[int], None]) -> None:
+        """`capture`: takes the gradient that is in `.grad`."""
+        self._sink, self._capture = sink, capture
+        self._kept, self._data = sink.in_place, sink.data
         self._handed_out: dict[int, tuple[torch.Tensor, int]] = {}
         """By parameter: what autograd adds to, and its version before."""
 
     def hand_out(self) -> None:
         """Before the pass: autograd adds to what is kept, or to what the user has put there."""
         self._handed_out = {}
-        self._updates.captured += 1
+        self._sink.captured += 1
         for member, parameter in enumerate(self._data.parameters):
             held = parameter.grad
             if held is None and member in self._kept and not self._kept[member].is_inference():
@@ -29,12 +33,12 @@ class AutogradSums:
         handed, self._handed_out = self._handed_out, {}
         every = range(len(self._data.parameters))
         came = {m for m in every if self._came(m, *handed.get(m, (None, 0)))}
-        self._updates.captured -= 1
+        self._sink.captured -= 1
         return came
 
     def _came(self, member: int, held: torch.Tensor | None, version: int) -> bool:
         """Takes the gradient in that has arrived, if one has. `held`: what autograd was given to add to."""
-        updates, parameter = self._updates, self._data.parameters[member]
+        sink, parameter = self._sink, self._data.parameters[member]
         gradient = parameter.grad
         ours = held is not None and member in self._kept and held is self._kept[member]
         in_place = gradient is held
@@ -43,15 +47,15 @@ class AutogradSums:
         if gradient is None or (in_place and _version(gradient) == version):
             return False
         if in_place and ours:
-            updates.captured += 1
-            updates.arrived[member] += 1
-            updates.squares[member] = None
+            sink.captured += 1
+            sink.arrived[member] += 1
+            sink.squares[member] = None
             return True
         if ours:  # added out of place: it is the sum
             self._kept.drop(member)
-            updates.arrived[member] = 0
-        updates.capture(member)
-        return ours or updates.steps.group_of[member] >= 0
+            sink.arrived[member] = 0
+        self._capture(member)
+        return ours or sink.is_trained(member)
 
 
 def _version(tensor: torch.Tensor) -> int:

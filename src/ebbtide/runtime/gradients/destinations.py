@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import SupportsFloat
 
 import torch
@@ -36,8 +36,8 @@ from ebbtide.memory.chunk_access import peek, portions
 from ebbtide.planner.shape import GRAD
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.protocols import PendingUpdates
 from ebbtide.runtime.parameters.binding import ModelData, Place, dense
-from ebbtide.runtime.updates.update_queue import UpdateQueue
 
 
 class InPlaceGradients:
@@ -125,22 +125,20 @@ def _give_up(ledger: Ledger, *held: dict[int, torch.Tensor]) -> None:
 
 
 class HostDirect:
-    def __init__(
-        self, room: Room, updater: UpdateQueue, kernels: Mapping[str, Kernels], homes: Sequence[str]
-    ) -> None:
-        """`kernels` by tier; `homes`: by chunk, where its optimizer state lives."""
-        self._room, self._store, self._updater = room, room.store, updater
-        self._kernels, self._homes = kernels["host"], homes
+    def __init__(self, room: Room, updates: PendingUpdates, kernels: Mapping[str, Kernels]) -> None:
+        """`kernels` by tier."""
+        self._room, self._store, self._pending = room, room.store, updates
+        self._kernels = kernels["host"]
         self.possible = False
 
     def leads(self, chunk: Chunk) -> bool:
         """Whether a gradient goes to its chunk on the host. There is room, or else the pass is not what was planned:
         then it waits on the device."""
-        if not self.possible or chunk.kind != GRAD or self._homes[chunk.index] == "device":
+        if not self.possible or chunk.kind != GRAD or self._store.state_homes[chunk.index] == "device":
             return False
         if not self._fits(chunk):
             self._room.drop_unplanned_copies()  # the others stay: they are counted there
-        while not self._fits(chunk) and self._updater.settle_oldest():
+        while not self._fits(chunk) and self._pending.settle_oldest():
             continue
         return self._fits(chunk)
 
@@ -199,11 +197,9 @@ def _rows(tensor: torch.Tensor, first: int, count: int) -> Iterator[tuple[int, t
 
 
 class InParameterSpace:
-    def __init__(
-        self, data: ModelData, kernels: Mapping[str, Kernels], homes: Sequence[str], places: FetchOnDemand
-    ) -> None:
+    def __init__(self, data: ModelData, kernels: Mapping[str, Kernels], places: FetchOnDemand) -> None:
         self.data, self.store, self.kernels = data, data.store, kernels
-        self.homes, self.places = homes, places
+        self.places = places
         self.members: set[int] = set()
         """Parameters whose space holds their gradient."""
         self.lost: set[int] = set()
@@ -241,7 +237,7 @@ class InParameterSpace:
             index, share = self.data.places[member].chunk, self.data.shares[member]
             master = self.store.chunks["master", index]
             param = self.data.parameter_chunk(index)
-            home = self.homes[index]
+            home = self.store.state_homes[index]
             tier = self.store.near if home == "ssd" else home
             with self.places.placed(param, tier):
                 if home == "ssd":

@@ -12,10 +12,9 @@ from ebbtide.memory.budget import AVERAGE
 from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.planner.eviction import Candidate, choose
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
-from ebbtide.runtime.activations.offload import ActivationOffload
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor
+from ebbtide.runtime.movement.protocols import LeavingActivations, PendingUpdates
 from ebbtide.runtime.parameters.binding import ModelData
-from ebbtide.runtime.updates.update_queue import UpdateQueue
 from ebbtide.units import format_size
 
 HOSTED, EXCHANGE = "host modules", "exchange"
@@ -23,19 +22,17 @@ HOSTED, EXCHANGE = "host modules", "exchange"
 
 
 class Room:
-    def __init__(self, data: ModelData, course: PlanCursor, updater: UpdateQueue, eviction: str) -> None:
+    def __init__(self, data: ModelData, course: PlanCursor, updates: PendingUpdates, eviction: str) -> None:
         self.data, self.store, self.ledger = data, data.store, data.store.ledger
         self.peers: WeakSet[Room] = WeakSet()
         """Those of all engines that share the budgets, this one included."""
-        self.activations: ActivationOffload | None = None
+        self.activations: LeavingActivations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
         self.end_exchange: Callable[[], bool] = lambda: False
         """Ends an exchange of gradients between ranks, which keeps a whole chunk on the device that no plan counts with;
         whether there was one."""
         self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends a checkpoint that is written from a copy, which no plan counts with."""
-        self.homes: Sequence[str] = ()
-        """By chunk, where its optimizer state lives."""
         self.give_state: weakref.WeakMethod[Callable[[int], None]] | None = None
         """Has optimizer state leave the device for another engine's sake."""
         self.level, self.guessed = 0, False
@@ -53,7 +50,7 @@ class Room:
         self.most_elsewhere = 0
         """What other engines' has taken beside a pass of this one since it was last asked."""
         self._others: tuple[weakref.ref[Room], ...] = ()
-        self.course, self._updater, self._eviction = course, updater, eviction
+        self.course, self._updates, self._eviction = course, updates, eviction
         self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
@@ -77,7 +74,7 @@ class Room:
         )
 
     def _expects(self, chunk: Chunk, tier: str) -> bool:
-        return chunk.free and self.course.plan is not None and self.homes[chunk.index] == tier
+        return chunk.free and self.course.plan is not None and self.store.state_homes[chunk.index] == tier
 
     @contextmanager
     def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:
@@ -325,7 +322,7 @@ class Room:
             return
         if attempt in ("updates", "ready updates"):
             ready = attempt != "updates"
-            while self.ledger.room("device") < target and self._updater.settle_oldest(ready):
+            while self.ledger.room("device") < target and self._updates.settle_oldest(ready):
                 continue
             return
         for link in (TO_HOST, SSD_WRITE) if attempt == "leaving" else (TO_DEVICE, SSD_READ, WIRE):
@@ -383,14 +380,14 @@ class Room:
         reservation will say."""
         if needed <= self.ledger.room("host"):
             return
-        self._updater.collect()
+        self._updates.collect()
         for attempt in ("spare", "updates", "spill"):
             for chunk in sorted(self._host_copies(), key=self.course.distance, reverse=True):
                 if needed <= self.ledger.room("host"):
                     return
                 self._off_the_host(chunk, attempt == "spill")
             while attempt == "updates" and needed > self.ledger.room("host"):
-                if not self._updater.settle_oldest():
+                if not self._updates.settle_oldest():
                     break
         for link in (SSD_READ, TO_DEVICE, TO_HOST):
             for chunk in self.store.moving(link):

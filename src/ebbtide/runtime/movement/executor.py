@@ -23,8 +23,8 @@ from ebbtide.planner.states import RunStates, State
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.plan_cursor import IDLE, REVERSING, RUNNING, PlanCursor
+from ebbtide.runtime.movement.protocols import PendingUpdates
 from ebbtide.runtime.parameters.binding import ModelData, SavedWeight
-from ebbtide.runtime.updates.update_queue import UpdateQueue
 from ebbtide.tracing.hooks import Unit
 from ebbtide.tracing.hooks.observer import SavedTensor
 from ebbtide.tracing.live_recorder import Recorder
@@ -33,15 +33,15 @@ from ebbtide.tracing.live_recorder import Recorder
 class Executor:
     """The interceptor's observer."""
 
-    def __init__(self, data: ModelData, eviction: str, updater: UpdateQueue) -> None:
+    def __init__(self, data: ModelData, eviction: str, updates: PendingUpdates) -> None:
         self.data = data
         self.store = data.store
         self.ledger = data.store.ledger
         self.states = RunStates(data.run_names)
         self.lock = threading.RLock()
-        self.updater = updater
+        self.updates = updates
         self.course = PlanCursor(len(data.layout.chunks))
-        self.room = Room(data, self.course, updater, eviction)
+        self.room = Room(data, self.course, updates, eviction)
         self.places = FetchOnDemand(data, self.course, self.room)
         self.recorder: Recorder | None = None
         self.reclaim: Callable[[Sequence[int]], None] = lambda members: None
@@ -138,7 +138,7 @@ class Executor:
             self.room.activations.begin(None if plan is None else plan.away, recorder)
         self.recorder = recorder
         if plan is not self.course.plan:
-            self.updater.bring_all()  # that there is room for them later was the other plan's word
+            self.updates.bring_all()  # that there is room for them later was the other plan's word
         self.course.begin(plan, offset)
         if plan is not None and plan.levels[offset] > self.room.level:
             self.room.raise_level(plan.levels[offset])  # something may be computed before the first moment
@@ -204,7 +204,7 @@ class Executor:
 
     def _catch_up(self) -> None:
         """Ends the updates that are over, and starts the moves that waited for them."""
-        self.updater.collect()
+        self.updates.collect()
         if self.beside is not None:
             self.beside()
         if self._wanted:
@@ -280,7 +280,7 @@ class Executor:
 
     def leave_track(self, why: str) -> None:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
-        self.updater.bring_all()
+        self.updates.bring_all()
         self.course.on_track = False
         self.course.diverged = why
         if self.room.activations is not None:

@@ -22,15 +22,16 @@ from ebbtide.planner.sizes import SLOTS, slot_bytes, stored_bytes
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.executor import Executor
 from ebbtide.runtime.movement.plan_cursor import IDLE
-from ebbtide.runtime.updates.update_queue import UpdateQueue
-from ebbtide.runtime.updates.updates import Updates
 
 TAG = "staging"
 
 
 class StateStreaming:
-    def __init__(self, store: ChunkStore, updater: UpdateQueue, states: Callable[[int], list[Chunk]]) -> None:
-        self._store, self._updater, self._states = store, updater, states
+    def __init__(self, store: ChunkStore, background: bool) -> None:
+        """`background`: pieces are read ahead, and written while the next ones are updated."""
+        self._store, self._background = store, background
+        self.stream: StateStream | None = None
+        """Where state comes from that is on SSD."""
         self._staged = _Staged(store)
         when_gone(self, self._staged.give_back)
         self.kept: dict[int, int] = {}
@@ -53,7 +54,7 @@ class StateStreaming:
             return
         assert store.ssd_space is not None
         piece = store.ssd_space.piece
-        states = {i: sum(state.nbytes for state in self._states(i)) for i in chunks}
+        states = {i: sum(state.nbytes for state in self._store.state_chunks(i)) for i in chunks}
         sizes = {i: slot_bytes([states[i]], piece) for i in kept}
         size = slot_bytes(states.values(), piece)
         needed = SLOTS * size + sum(count * sizes[i] for i, count in kept.items())
@@ -62,7 +63,7 @@ class StateStreaming:
         self._staged.reserved = needed
         try:
             for index in chunks:
-                for state in self._states(index):
+                for state in self._store.state_chunks(index):
                     store.reserve_ssd(state)
             slots = self._staged.take(size, SLOTS)
             own = {i: self._staged.take(sizes[i], count) for i, count in kept.items()}
@@ -70,39 +71,37 @@ class StateStreaming:
             self.close()
             raise
         self.kept = dict(kept)
-        self._updater.state = StateStream(
-            store.ssd_space, slots, store.traffic.moved, self._updater.background, own
-        )
+        self.stream = StateStream(store.ssd_space, slots, store.traffic.moved, self._background, own)
         for index in chunks:
             self.note(index)
 
     def _settle(self, chunk: Chunk) -> None:
         """Somebody is about to look at what SSD has of a chunk, or to write it."""
-        stream = self._updater.state
+        stream = self.stream
         if stream is not None and chunk.kind not in ("param", "grad"):
             stream.settle(chunk.index)
 
     def note(self, index: int) -> None:
         """Something of the chunk was written on SSD by another way: what was read ahead of its state is void."""
-        stream, states = self._updater.state, self._states(index)
+        stream, states = self.stream, self._store.state_chunks(index)
         if stream is not None and any(state.ssd is not None for state in states):
             stream.note(index, [state.kind for state in states if state.ssd_valid])
 
     def expect(self, chunks: Iterable[int]) -> None:
-        if self._updater.state is not None:
-            self._updater.state.expect(list(chunks))
+        if self.stream is not None:
+            self.stream.expect(list(chunks))
 
     def put_back(self) -> None:
         """Gives the buffers back, and what only they have to SSD."""
-        if self._updater.state is not None:
-            self._updater.state.settle()
+        if self.stream is not None:
+            self.stream.settle()
         self.close()
 
     def close(self) -> None:
         """Waits for what is under way, and gives the buffers back, whatever they hold."""
-        if self._updater.state is not None:
-            self._updater.state.close()
-        self._updater.state, self.kept = None, {}
+        if self.stream is not None:
+            self.stream.close()
+        self.stream, self.kept = None, {}
         self._staged.give_back()
 
 
@@ -153,22 +152,19 @@ in the middle. Last what is only looked after."""
 class StatePlacement:
     def __init__(
         self,
-        updates: Updates,
         executor: Executor,
         streaming: StateStreaming,
         settings: Settings,
         warmup_share: float,
     ) -> None:
-        self._data, self._store, self._ledger = updates.data, updates.store, updates.store.ledger
-        self._updates, self._executor, self._streaming = updates, executor, streaming
+        self._data, self._store, self._ledger = executor.data, executor.store, executor.store.ledger
+        self._executor, self._streaming = executor, streaming
         self._settings, self._warmup_share = settings, warmup_share
-        self.homes = updates.homes
-        """By chunk."""
         self._settled = True
-        """Whether state is where `homes` says, and streams accordingly."""
+        """Whether state is where `store.state_homes` says, and streams accordingly."""
 
     def at(self, tier: str) -> list[int]:
-        return [index for index, home in enumerate(self.homes) if home == tier]
+        return [index for index, home in enumerate(self._store.state_homes) if home == tier]
 
     # -- before there is a plan -----------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class StatePlacement:
         if self._ledger.device_alone:
             return 0
         states = self._ledger.tags["device"].get("staging", 0) + sum(
-            chunk.nbytes for index in self.at("device") for chunk in self._updates.state_chunks(index)
+            chunk.nbytes for index in self.at("device") for chunk in self._store.state_chunks(index)
         )
         room = int(budgets["device"] * self._warmup_share)
         largest = 2 * shape.largest
@@ -231,7 +227,7 @@ class StatePlacement:
 
     def stream(self, chunks: Sequence[int], kept: Mapping[int, int]) -> None:
         """State of these chunks streams from and to SSD, but for the first pieces of some."""
-        on_ssd = [index for index in chunks if self._updates.state_chunks(index)]
+        on_ssd = [index for index in chunks if self._store.state_chunks(index)]
         self._streaming.open(on_ssd, self._executor.room, kept)
 
     def restream(self) -> None:
@@ -245,26 +241,26 @@ class StatePlacement:
         """State is where the books have it, though a plan could not be followed to its end."""
         if self._settled:
             return
-        self._executor.updater.flush()
+        self._executor.updates.flush()
         self._streaming.put_back()
-        self._move_all(dict(enumerate(self.homes)), strict=True)
+        self._move_all(dict(enumerate(self._store.state_homes)), strict=True)
         self.restream()
 
     # -- plans ----------------------------------------------------------------------------------------
 
     def as_in(self, plan: Plan) -> bool:
-        found = self.homes == list(plan.homes) and self._streaming.kept == plan.host.kept
+        found = self._store.state_homes == list(plan.homes) and self._streaming.kept == plan.host.kept
         return self._settled and found
 
     def follow(self, plan: Plan) -> None:
         """Brings optimizer state to the plan's homes."""
-        executor, homes = self._executor, self.homes
+        executor, homes = self._executor, self._store.state_homes
         to = {i: home for i, home in enumerate(plan.homes) if home != homes[i] or not self._settled}
         restaged = any("ssd" in (homes[index], home) for index, home in to.items())
         restaged |= not self._settled or self._streaming.kept != plan.host.kept
-        if self._updates.lock_free is not None and (to or restaged):
-            self._updates.lock_free.open([])
-        executor.updater.flush()
+        if to or restaged:
+            executor.updates.halt()
+        executor.updates.flush()
         executor.course.plan = None
         if executor.room.activations is not None:
             executor.room.activations.foresee(plan.away)
@@ -292,7 +288,9 @@ class StatePlacement:
     def _move_all(self, to: Mapping[int, str], strict: bool = False) -> dict[int, str]:
         """Moves the state of these chunks, in an order in which room is made before it is taken. What does not fit is
         tried again when others have gone, and is returned; with `strict` that is an error."""
-        left = dict(sorted(to.items(), key=lambda pair: PHASES.index((self.homes[pair[0]], pair[1]))))
+        left = dict(
+            sorted(to.items(), key=lambda pair: PHASES.index((self._store.state_homes[pair[0]], pair[1])))
+        )
         while left:
             refused: dict[int, str] = {}
             for index, home in left.items():
@@ -310,18 +308,16 @@ class StatePlacement:
     def give_up(self, needed: int) -> int:
         """State leaves the device for the host until so many bytes have, or all that the host has room for beside
         parameters and gradients: how many did."""
-        lock_free = self._updates.lock_free
         if needed <= 0 or not self._ledger.budgets["host"] or not self.at("device"):
             return 0
-        if lock_free is not None:
-            if self._executor.course.phase != IDLE:
-                return 0  # between a chunk's forward and its backward nothing changes
-            lock_free.open([])
-        self._executor.updater.flush()
+        updates = self._executor.updates
+        if updates.ahead_of_passes and self._executor.course.phase != IDLE:
+            return 0  # between a chunk's forward and its backward nothing changes
+        updates.halt()
         before = self._on_device()
         settled, self._settled = self._settled, False
         for index in reversed(self.at("device")):
-            state = sum(chunk.nbytes for chunk in self._updates.state_chunks(index))
+            state = sum(chunk.nbytes for chunk in self._store.state_chunks(index))
             if before - self._on_device() >= needed or state + self._to_come() > self._ledger.room("host"):
                 break
             if self._move_all({index: "host"}):  # it did not fit, or not as a whole
@@ -341,7 +337,7 @@ class StatePlacement:
 
     def _on_device(self) -> int:
         """Bytes of state that are there, as far as a move came."""
-        chunks = [c for index in range(len(self.homes)) for c in self._updates.state_chunks(index)]
+        chunks = [c for index in range(len(self._store.state_homes)) for c in self._store.state_chunks(index)]
         return sum(chunk.nbytes for chunk in chunks if chunk.device is not None)
 
     def tidy(self, plan: Plan) -> None:
@@ -352,9 +348,9 @@ class StatePlacement:
                 self._store.vacate(chunk)
 
     def _move(self, index: int, home: str) -> None:
-        for chunk in self._updates.state_chunks(index):
+        for chunk in self._store.state_chunks(index):
             self._executor.places.go_home(chunk, home)
-        self.homes[index] = home
+        self._store.state_homes[index] = home
 
     def spare_host(self, needed: int) -> None:
         """Parameters whose state lives on the device give up their copies on the host where that is wanted."""

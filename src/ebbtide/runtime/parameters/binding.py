@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ebbtide.errors import IntegrityError, StateError, UnsupportedError
+from ebbtide.errors import IntegrityError, StateError
 from ebbtide.layout import Layout, TensorSpec
 from ebbtide.memory.chunk import TORCH_DTYPES, Chunk
 from ebbtide.memory.chunk_store import ChunkStore
@@ -31,7 +31,6 @@ from ebbtide.runtime.parameters.write_detection import LiveWrites, dense
 from ebbtide.tracing.hooks import ParameterRun
 
 SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,24 +492,3 @@ def _taken(data: weakref.ref[ModelData], member: int) -> None:
     found = data()
     if found is not None:
         found.live.note(member)
-
-
-def refuse_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Parameters that cannot be trained in chunks, refused by name."""
-    if parameter.layout != torch.strided:
-        raise UnsupportedError(
-            f"{name} has layout {parameter.layout}; only dense (strided) parameters can be managed"
-        )
-    if any(
-        length > 1 and not stride for length, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
-        raise UnsupportedError(
-            f"{name} is expanded: elements of its shape {tuple(parameter.shape)} share memory (strides "
-            f"{parameter.stride()}), so that none can be updated by itself. Make it a tensor of its own with "
-            ".contiguous(), or keep the part that is expanded as the parameter"
-        )
-    if parameter.requires_grad and parameter.dtype not in COMPUTE_DTYPES:
-        raise UnsupportedError(
-            f"{name} is trained in {parameter.dtype}; expected bfloat16, float16 or float32. "
-            "Convert it before initialize(), or set requires_grad=False"
-        )

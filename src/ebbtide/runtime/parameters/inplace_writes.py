@@ -8,6 +8,7 @@ sum rounds to what was written, except at zeros and infinities, where it would b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,6 @@ from ebbtide.errors import StateError
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Chunk, Slices, cut
 from ebbtide.memory.chunk_access import peek, poke, portions
-from ebbtide.runtime.gradients.destinations import InParameterSpace
 from ebbtide.runtime.parameters.binding import ModelData
 from ebbtide.runtime.parameters.element_access import copies_of
 
@@ -62,20 +62,27 @@ def _follow_whole(parameter: torch.Tensor, master: torch.Tensor, kernels: Kernel
     return True
 
 
+class Displaced(Protocol):
+    """Parameters in whose space their gradients lie."""
+
+    @property
+    def away(self) -> set[int]: ...
+
+
 class Writes:
     """In chunks."""
 
-    def __init__(self, data: ModelData, kernels: Kernels, taken: InParameterSpace) -> None:
+    def __init__(self, data: ModelData, kernels: Kernels, space: Displaced) -> None:
         """`kernels`: the host's."""
         self._data, self._store, self._kernels = data, data.store, kernels
-        self._taken = taken
+        self._space = space
 
     def carry_on(self, index: int, members: Sequence[int]) -> None:
         """These of a chunk's parameters were written in place."""
         data = self._data
         if ("master", index) not in self._store.chunks:
             return
-        if not self._taken.away.isdisjoint(members):
+        if not self._space.away.isdisjoint(members):
             names = ", ".join(data.names[m] for m in members)
             raise StateError(
                 f"one of {names} was written in place between backward and the step, where gradients are: the write "

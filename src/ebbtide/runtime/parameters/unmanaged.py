@@ -16,7 +16,7 @@ from ebbtide.devices import Backend
 from ebbtide.kernels import Kernels, Operands, Rule
 from ebbtide.runtime.parameters.binding import dense, laid_like
 from ebbtide.runtime.parameters.inplace_writes import follow
-from ebbtide.runtime.setup import Choice, is_dense
+from ebbtide.runtime.parameters.selection import Choice, is_dense
 from ebbtide.tracing.meter import storage_bytes
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from ebbtide.runtime.updates.updates import Updates
 
 def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     count = range(len(data.layout.chunks))
-    states = tuple(sum(chunk.nbytes for chunk in updates.state_chunks(index)) for index in count)
+    states = tuple(sum(chunk.nbytes for chunk in data.store.state_chunks(index)) for index in count)
     params = tuple(data.parameter_chunk(index).nbytes for index in count)
     grads = tuple(p if trained else 0 for p, trained in zip(params, data.trained, strict=True))
     shared = data.store.slicing.shared
@@ -27,7 +27,7 @@ def shape_of(data: ModelData, updates: Updates) -> ModelShape:
     places = tuple(place.chunk for place in data.places)
     pages, page_bytes = ((), ()) if shared else data.layout.stored  # a rank's slice is in one piece
     expected = tuple(
-        updates.gradient_bytes(m) if parameter.requires_grad else 0
+        updates.sink.gradient_bytes(m) if parameter.requires_grad else 0
         for m, parameter in enumerate(data.parameters)
     )
     return ModelShape(
@@ -79,7 +79,7 @@ def cost_of(
         return None
     rates = Rates(Machine.read(config.machine))
     volume = update_bytes(shape, config.resolved_master)
-    kept = updates.kept.always or updates.kept.where_planned
+    kept = updates.sink.in_place.always or updates.sink.in_place.where_planned
     captured = () if kept else tuple(_gradient_bytes(data))
     return lambda plan: step_seconds(
         StepJob(

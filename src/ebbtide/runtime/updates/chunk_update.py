@@ -25,7 +25,7 @@ from ebbtide.memory.chunk import Chunk, Slices, cut
 from ebbtide.runtime.gradients.destinations import InPlaceGradients
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.parameters.binding import ModelData, dense
-from ebbtide.runtime.updates.param_groups import ParamGroups, Segment
+from ebbtide.runtime.parameters.param_groups import ParamGroups, Segment
 from ebbtide.runtime.updates.update_jobs import Bring, brought
 from ebbtide.runtime.updates.update_queue import UpdateQueue
 
@@ -88,29 +88,23 @@ class ChunkUpdates:
         rule: Rule,
         kernels: Mapping[str, Kernels],
         places: FetchOnDemand,
-        updater: UpdateQueue,
+        queue: UpdateQueue,
         kept: InPlaceGradients,
+        param_groups: ParamGroups,
     ) -> None:
         """`kernels` by tier."""
         self.data, self.store, self.kernels = data, data.store, kernels
-        self.places, self.updater = places, updater
+        self.places, self.queue = places, queue
         self.kept, self.rule = kept, rule
-        self.steps = ParamGroups(data, rule)
-        self.homes: list[str] = []
-        """By chunk: where its optimizer state lives."""
+        self.param_groups = param_groups
         self._prelaunched: dict[int, Prelaunched] = {}
         self._started: dict[int, tuple[float, list[Segment]]] = {}
         """Chunks whose update has been started as it was foreseen; with which scale, and how."""
-        self._kinds = ("master", *rule.states)
-
-    def state_chunks(self, index: int) -> list[Chunk]:
-        found = (self.store.chunks.get((kind, index)) for kind in self._kinds)
-        return [chunk for chunk in found if chunk is not None]
 
     def open_states(self, index: int) -> None:
         """Gives state that was never written its place; it is zero."""
-        home = self.homes[index]
-        for state in self.state_chunks(index):
+        home = self.store.state_homes[index]
+        for state in self.store.state_chunks(index):
             if home == "ssd":
                 self.store.reserve_ssd(state)
             elif state.free:
@@ -118,10 +112,14 @@ class ChunkUpdates:
 
     def prelaunch(self, index: int, sources: Mapping[Chunk, Sequence[int]]) -> None:
         """The chunk will be updated from these gradients, where they are now; how they are scaled is to be known."""
-        if self.homes[index] == "device" and len(sources) == 1:
+        if self.store.state_homes[index] == "device" and len(sources) == 1:
             [(source, members)] = sources.items()
             found = prelaunch(
-                self.steps, self.data.parameter_chunk(index), self.state_chunks(index), source, members
+                self.param_groups,
+                self.data.parameter_chunk(index),
+                self.store.state_chunks(index),
+                source,
+                members,
             )
             if found is not None:
                 self._prelaunched[index] = found
@@ -130,7 +128,7 @@ class ChunkUpdates:
         """The arithmetic of all updates that are as foreseen; `update` does the rest. `guarded` will know the scale."""
         kernels = guarded or self.kernels["device"]
         for index, made in self._prelaunched.items():
-            segments = list(self.steps.segments(made.members, scale, ahead=1))
+            segments = list(self.param_groups.segments(made.members, scale, ahead=1))
             if not self.data.written(index) and carry_out(made, segments, kernels, self.rule):
                 self._started[index] = scale, segments
                 # At once: the chunk may leave for another's update before its own books are kept.
@@ -149,7 +147,7 @@ class ChunkUpdates:
 
     def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
         """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
-        home = self.homes[index]
+        home = self.store.state_homes[index]
         alone = [m for m in self.data.members[index] if m in self.kept]
         if index in self._started:
             self._require_as_started(index, sources)
@@ -185,7 +183,7 @@ class ChunkUpdates:
         self.data.notice_writes(index)
         self.open_states(index)
         with self.places.placed(param, "device"):
-            parts = [Part(s, [(0, gradient)]) for s in self.steps.segments([member], scale)]
+            parts = [Part(s, [(0, gradient)]) for s in self.param_groups.segments([member], scale)]
             self.run("device", index, parts)
             self.store.written(param, "device")
 
@@ -223,9 +221,9 @@ class ChunkUpdates:
         early = tier == "device" and not at_once and self.places.room.always(sum(c.nbytes for c in owned))
         needs = bring if early else brought(bring)
         self.places.put_away(param)
-        run = self.stream if self.homes[index] == "ssd" else self.run
-        self.updater.submit(
-            [*owned, *self.state_chunks(index)],
+        run = self.stream if self.store.state_homes[index] == "ssd" else self.run
+        self.queue.submit(
+            [*owned, *self.store.state_chunks(index)],
             needs,
             lambda: run(tier, index, parts),
             self._finishing(index, owned, self.kept.lend(alone)),
@@ -254,7 +252,7 @@ class ChunkUpdates:
 
     def _finishing(self, index: int, owned: Sequence[Chunk], lent: Sequence[int]) -> Callable[[bool], None]:
         """The books of an update beside the computation. `owned`: its parameters, then its gradients."""
-        states = self.state_chunks(index) if self.homes[index] == "ssd" else []
+        states = self.store.state_chunks(index) if self.store.state_homes[index] == "ssd" else []
 
         def finish(done: bool) -> None:
             for chunk in owned:
@@ -276,18 +274,20 @@ class ChunkUpdates:
     def _segments(self, sources: Mapping[Chunk, Sequence[int]], scale: float) -> list[tuple[Chunk, Segment]]:
         """What is updated alike, and where its gradients are: as the optimizer's settings say now."""
         return [
-            (c, segment) for c, members in sources.items() for segment in self.steps.segments(members, scale)
+            (c, segment)
+            for c, members in sources.items()
+            for segment in self.param_groups.segments(members, scale)
         ]
 
     def _parts_alone(self, members: Sequence[int], scale: float) -> Iterator[Part]:
         for member in members:
-            for segment in self.steps.segments([member], scale):
+            for segment in self.param_groups.segments([member], scale):
                 yield Part(segment, [(0, dense(self.kept[member]))])
 
     def run(self, tier: str, index: int, parts: Iterable[Part], values: Chunk | None = None) -> None:
         """The arithmetic: all copies are valid on `tier` and nobody else looks at them. `values`: parameters in a
         buffer, in place of the chunk's."""
-        copies = (values or self.data.parameter_chunk(index), *self.state_chunks(index))
+        copies = (values or self.data.parameter_chunk(index), *self.store.state_chunks(index))
 
         def pieces() -> Iterator[Piece]:
             for part in parts:
@@ -299,7 +299,7 @@ class ChunkUpdates:
 
     def stream(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
         """The same, with state that comes from SSD in pieces and goes back."""
-        stream = self.updater.state
+        stream = self.queue.stream
         assert stream is not None and self.store.ssd_space is not None, (
             "state is on SSD, and nothing streams it"
         )

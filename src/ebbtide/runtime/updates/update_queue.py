@@ -7,14 +7,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from ebbtide.devices import Event, Stream
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.state_stream import StateStream
+from ebbtide.runtime.movement.state_placement import StateStreaming
 from ebbtide.runtime.updates.update_jobs import Bring, UpdateJob
 
 BEHIND = 2
 """Updates in backward that wait for the thread before one is put off: the state of so many is being read."""
+
+
+class LockFreeUpdates(Protocol):
+    """Updates that passes do not wait for."""
+
+    def open(self, chunks: Sequence[int]) -> None:
+        """These chunks are updated lock-free from now on, and no others; pending updates end."""
 
 
 class UpdateQueue:
@@ -26,12 +35,12 @@ class UpdateQueue:
     backward is over.
     """
 
-    def __init__(self, background: bool) -> None:
-        self.background = background
+    def __init__(self, background: bool, streaming: StateStreaming) -> None:
+        """`streaming`: where state comes from that is on SSD."""
+        self._background, self._streaming = background, streaming
         self.failed = ""
         """Why the weights are no longer those of any step: an update ended half-way."""
-        self.state: StateStream | None = None
-        """Where state comes from that is on SSD."""
+        self._lock_free: LockFreeUpdates | None = None
         self._pending: deque[UpdateJob] = deque()
         """In the order in which they are done; the thread takes the first that nobody has begun, once what it works on
         comes."""
@@ -41,6 +50,25 @@ class UpdateQueue:
         self._to_reorder = False
         """As soon as the stream of state can be told."""
         self._stream: Stream | None = None
+
+    @property
+    def stream(self) -> StateStream | None:
+        return self._streaming.stream
+
+    @property
+    def ahead_of_passes(self) -> bool:
+        """Whether passes do not wait for updates (lock-free)."""
+        return self._lock_free is not None
+
+    def run_ahead(self, updates: LockFreeUpdates) -> None:
+        """From now on these are lock-free."""
+        self._lock_free = updates
+
+    def halt(self) -> None:
+        """Waits for all of them, and nothing is updated lock-free until the next pass begins."""
+        if self._lock_free is not None:
+            self._lock_free.open([])
+        self.flush()
 
     def submit(
         self,
@@ -52,7 +80,7 @@ class UpdateQueue:
     ) -> None:
         """A job may come before what it works on has room: with what brings that, as soon as others have left."""
         job = UpdateJob(chunks, needs, work, finish, self._fail, self._taken)
-        if at_once or not self.background:
+        if at_once or not self._background:
             job.settle()
             return
         if self._stream is None:
@@ -95,10 +123,10 @@ class UpdateQueue:
         backward is over; where less than none, that many of those that wait are not put off, and give it."""
         with self._lock:
             waiting = [job for job in self._pending if not job.begun]
-            if self.state is None or len(waiting) <= BEHIND + max(0, 1 - spare):
+            if self.stream is None or len(waiting) <= BEHIND + max(0, 1 - spare):
                 return
             for job in waiting:
-                if self.state.put_off(job.index):
+                if self.stream.put_off(job.index):
                     self._put_off.append(job)  # first: whatever interrupts this, one of the two has it
                     self._pending.remove(job)
                     return
@@ -146,7 +174,7 @@ class UpdateQueue:
             begun = [job for job in self._pending if job.begun]
             under_way = [job.index for job in begun if not job.settled and not job.done()]
             chunks = [job.index for job in waiting]
-            order = sorted(chunks) if self.state is None else self.state.detour(under_way, chunks)
+            order = sorted(chunks) if self.stream is None else self.stream.detour(under_way, chunks)
             if order is None:
                 self._to_reorder = True
                 return
@@ -159,8 +187,8 @@ class UpdateQueue:
         """Settles what is over, and keeps state coming."""
         if self._to_reorder:
             self.reorder()
-        if self.state is not None:
-            self.state.advance()
+        if self.stream is not None:
+            self.stream.advance()
         while self._pending and (self._pending[0].settled or self._pending[0].done()):
             self._settle(self._pending[0])
         if self._pending and self._bring_next():
@@ -201,8 +229,8 @@ class UpdateQueue:
         """Waits for all of them."""
         while self.settle_oldest():
             continue
-        if self.state is not None:
-            self.state.drain()
+        if self.stream is not None:
+            self.stream.drain()
 
     def drop(self) -> None:
         """Lets everything end, whatever comes of it; `failed` says that."""
@@ -214,10 +242,10 @@ class UpdateQueue:
                     with suppress(Exception):
                         jobs[0].give_up(error)
                     self._forget(jobs[0])
-        if self.state is not None:
+        if self.stream is not None:
             with suppress(Exception):
-                self.state.drain()
-            self.state.failed = None
+                self.stream.drain()
+            self.stream.failed = None
 
     def close(self) -> None:
         self.drop()
@@ -228,8 +256,8 @@ class UpdateQueue:
     def mend(self) -> None:
         """All weights were written anew: what was half-done is gone."""
         self.failed = ""
-        if self.state is not None:
-            self.state.failed = None
+        if self.stream is not None:
+            self.stream.failed = None
 
     def _fail(self, error: BaseException) -> None:
         self.failed = f"an update ended half-way ({error})"

@@ -71,7 +71,7 @@ class Merge:
     def work(self, index: int, waiting: WaitingGradients, values: Chunk) -> Callable[[], None]:
         """What the thread does for an update, which is counted as a step of its parameters."""
         parts = self._parts(waiting)
-        run = self._chunks.stream if self._chunks.homes[index] == "ssd" else self._chunks.run
+        run = self._chunks.stream if self._chunks.store.state_homes[index] == "ssd" else self._chunks.run
         tier = self._near
 
         def work() -> None:
@@ -92,7 +92,7 @@ class Merge:
 
     def _parts(self, waiting: WaitingGradients) -> list[Part]:
         """The mean over the steps that a parameter has gradients of counts as one step."""
-        steps = self._chunks.steps
+        steps = self._chunks.param_groups
         alike: dict[int, list[int]] = {}
         for member, count in waiting.steps.items():
             steps.counts[member] += 1

@@ -45,8 +45,10 @@ class LockFree:
         self.data, self.store, self.near = chunks.data, chunks.store, chunks.store.near
         self.kernels = chunks.kernels
         self.max_staleness, self._width = max_staleness, width
+        self._queue = chunks.queue
+        self._queue.run_ahead(self)
         self.buffers = LockFreeBuffers(self.store)
-        self._gatherer = WaitingSums(self.data, self.places, executor.updater, self.buffers, self.kernels)
+        self._gatherer = WaitingSums(self.data, self.places, chunks.queue, self.buffers, self.kernels)
         self._shared = self.store.slicing.shared
         self.progress: dict[int, ChunkProgress] = {}
         """By chunk; those that are, or were, updated lock-free."""
@@ -104,7 +106,7 @@ class LockFree:
 
     def tick(self) -> None:
         """Ends updates that are over, takes over values where nobody can tell, makes the next ones ready."""
-        if self._busy or self.executor.updater.failed or not self._order:
+        if self._busy or self._queue.failed or not self._order:
             return
         self._busy = True
         try:
@@ -231,7 +233,7 @@ class LockFree:
     def _start(self, index: int) -> None:
         """The update of a chunk is the thread's to carry out, or nothing has changed."""
         progress, chunk = self.progress[index], self.data.parameter_chunk(index)
-        waiting, counts = progress.waiting, self.chunks.steps.counts
+        waiting, counts = progress.waiting, self.chunks.param_groups.counts
         assert waiting is not None
         self.data.notice_writes(index)
         with self.executor.room.together([chunk]):  # it is not to go for the sake of its own state
@@ -265,11 +267,11 @@ class LockFree:
         progress, count = self.progress[turn.index], turn.gradients.count
         interrupt, error = turn.event.outlast(), turn.event.error
         self.buffers.give(GRADIENTS, turn.gradients.memory)
-        for state in self.chunks.state_chunks(turn.index):
-            if self.chunks.homes[turn.index] == "ssd":
+        for state in self.store.state_chunks(turn.index):
+            if self.store.state_homes[turn.index] == "ssd":
                 state.mark("ssd", True)
         if error is not None:
-            self.executor.updater.failed = f"a lock-free update ended half-way ({error})"
+            self._queue.failed = f"a lock-free update ended half-way ({error})"
         progress.running, progress.values = False, turn.values
         if error is None:
             progress.applied += count
@@ -314,7 +316,7 @@ class LockFree:
         try:
             self.buffers.exchange(values, chunk)
         except BaseException:
-            self.executor.updater.failed = "an interrupt came while new values were taken over"
+            self._queue.failed = "an interrupt came while new values were taken over"
             raise
 
     def _sweep(self) -> None:
@@ -340,18 +342,18 @@ class LockFree:
 
     def drain(self) -> None:
         """Waits until all that was handed over is in the values."""
-        if self.executor.updater.failed:
+        if self._queue.failed:
             self.give_up()
         elif not self._busy and self.pending:
             self._wait(lambda: not self.pending)
-            self.executor.updater.flush()
+            self._queue.flush()
 
     def _wait(self, done: Callable[[], bool], first: Sequence[int] = ()) -> None:
         """Until it is done: nothing is in use meanwhile, so values are taken over wherever they are."""
         self._busy = True
         try:
             while not done():
-                self.executor.updater.wake()
+                self._queue.wake()
                 self._force()
                 self._make_ready(first, forced=True)
                 if self._turns.queue:
@@ -378,9 +380,9 @@ class LockFree:
                 self._finish()
         with suppress(Exception):
             self._force()
-        self.executor.updater.drop()
-        if self.executor.updater.state is not None:
-            self.executor.updater.state.forget()
+        self._queue.drop()
+        if self._queue.stream is not None:
+            self._queue.stream.forget()
         for progress in self.progress.values():
             progress.waiting, progress.values, progress.running = None, None, False
             progress.dropped = progress.produced - progress.applied

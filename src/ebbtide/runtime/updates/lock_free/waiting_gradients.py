@@ -68,13 +68,13 @@ class WaitingSums:
         self,
         data: ModelData,
         places: FetchOnDemand,
-        updater: UpdateQueue,
+        queue: UpdateQueue,
         buffers: LockFreeBuffers,
         kernels: Mapping[str, Kernels],
     ) -> None:
         """`kernels` by tier."""
         self._data, self._store, self._near = data, data.store, data.store.near
-        self._places, self._updater = places, updater
+        self._places, self._queue = places, queue
         self._buffers, self._kernels = buffers, kernels
 
     def give(
@@ -131,7 +131,7 @@ class WaitingSums:
             self._store.free(grad)
 
         try:
-            self._updater.submit([grad], [], work, finish)
+            self._queue.submit([grad], [], work, finish)
         except BaseException:
             self._never(grad, added)
             raise
@@ -139,7 +139,7 @@ class WaitingSums:
     def _never(self, grad: Chunk, added: CopyEvent) -> None:
         """Nobody waits for ever for what an interrupt kept from being submitted; where it came later, it is done."""
         if grad.work is not None:
-            self._updater.wake()
+            self._queue.wake()
             with suppress(Exception):
                 grad.work.settle()
         if not added.done():
