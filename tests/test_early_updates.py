@@ -42,7 +42,7 @@ class Rooms:
     """Jobs that come when they have room, or when they may make some; in which order they did."""
 
     def __init__(self) -> None:
-        self.updater = UpdateQueue(True, SimpleNamespace(stream=None))
+        self.updater = UpdateQueue(True, SimpleNamespace(state_stream=None))
         self.chunks: dict[int, Chunk] = {}
         self.room: set[int] = set()
         self.ran, self.finished = list[int](), list[tuple[int, bool]]()

@@ -157,15 +157,15 @@ def test_a_move_whose_chunk_cannot_be_settled(folder: Path) -> None:
     engine.synchronize()
     session = engine._session
     chunk = next(c for c in session.store.chunks.values() if c.kind == "variance" and c.ssd_valid)
-    settle = session.store.before_stored
+    settle = session.store.settle_stream
 
     def fail(_: Any) -> None:
         raise DiskError("a kept piece cannot be written")
 
-    session.store.before_stored = fail
+    session.store.settle_stream = fail
     with pytest.raises(DiskError):
         session.places.go_home(chunk, "device")
-    session.store.before_stored = settle
+    session.store.settle_stream = settle
     assert chunk.ssd_valid and not chunk.device_valid and chunk.device is None
     engine.check_integrity()
     engine.close()
@@ -247,7 +247,7 @@ def test_staging_that_could_not_be_had(folder: Path, monkeypatch: pytest.MonkeyP
     def allocate(self: CpuBackend, tier: str, count: int) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    session.updates.drain()
+    session.queue.drain()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CpuBackend, "allocate", allocate)
         session.homes.restream()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import torch
 from hypothesis import settings
@@ -17,7 +18,10 @@ from ebbtide.kernels import cpu_kernels
 from ebbtide.layout import build_layout
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk_store import ChunkStore
+from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.executor import Executor
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.parameters.binding import ModelData, dense, specs_of
 from ebbtide.runtime.parameters.element_access import load_value, store_value
 from ebbtide.runtime.updates.update_queue import UpdateQueue
@@ -45,9 +49,14 @@ class Machine(RuleBasedStateMachine):
         largest = max(c.size for c in layout.chunks) * 4
         self.ledger = Ledger({"device": largest + room * BYTES, "host": 64 * BYTES})
         self.store = ChunkStore(layout, self.backend, self.ledger)
-        self.data = ModelData(names, parameters, runs, layout, self.store, "none")
-        self.executor = Executor(self.data, policy, UpdateQueue(True, SimpleNamespace(stream=None)))
-        self.executor.room.peers.add(self.executor.room)
+        self.queue = UpdateQueue(True, self.store)
+        self.data = ModelData(names, parameters, runs, layout, self.store, "none", self.queue)
+        course = PlanCursor(len(layout.chunks))
+        room = Room(self.data, course, self.queue, policy, WeakSet())
+        room.peers.add(room)
+        places = FetchOnDemand(self.data, course, room)
+        gradients = SimpleNamespace(reclaim=lambda members: None)
+        self.executor = Executor(places, course, self.queue, gradients)  # type: ignore[arg-type]
         self.values = [float(i) for i in range(LAYERS)]
         self.units = [unit for _, unit in units]
         for chunk in layout.chunks:
@@ -125,7 +134,7 @@ class Machine(RuleBasedStateMachine):
             self.store.written(chunk, "host")
             self.executor.places.leave_stale(chunk)
 
-        self.executor.updates.submit([chunk], waits, work, finish)
+        self.queue.submit([chunk], waits, work, finish)
         self.values[which] = float(value)
 
     @rule(which=st.integers(0, LAYERS - 1), value=st.integers(10, 1000))
@@ -163,7 +172,7 @@ class Machine(RuleBasedStateMachine):
         for which in range(LAYERS):
             value = load_value(self.data, which, cpu_kernels(native=False))
             assert torch.equal(value, torch.full((32, 64), self.values[which]))
-        self.executor.updates.drop()
+        self.queue.drop()
         self.backend.close()
 
 

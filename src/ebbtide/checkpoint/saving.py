@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from ebbtide.checkpoint import shared_folders
 from ebbtide.checkpoint.folders import RunFolder, not_written, write_synced
 from ebbtide.checkpoint.rank_files import Snapshot
 from ebbtide.errors import DiskError
+from ebbtide.memory.budget import SNAPSHOT
 from ebbtide.runtime.session import Session
 
 OTHERS_END = 60.0
@@ -46,7 +46,7 @@ class Saver:
         self._pending: _Pending | None = None
         self.failed = ""
         """Why the last one that was written in the background is not there."""
-        session.room.saving = weakref.WeakMethod(self.settle)
+        session.room.add_giver(SNAPSHOT, self)
 
     def save(
         self,
@@ -82,6 +82,11 @@ class Saver:
         """Gives back what one that is written has taken; says where one could not be."""
         if self._pending is not None and self._pending.over:
             self.settle()
+
+    def give_room(self, short: int) -> bool:
+        """What is written from a copy is waited for."""
+        self.settle()
+        return True
 
     def settle(self, warn: bool = True) -> None:
         """Waits for the one that is being written."""

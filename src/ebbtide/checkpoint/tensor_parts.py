@@ -109,7 +109,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> TensorPart:
                 clear(space, chunk)
                 chunk.mark("ssd", True)
             poke(space, chunk, offset, found)
-            session.streaming.note(place.chunk)
+            session.store.written_on_ssd(place.chunk)
             return
         tier = tier_of(chunk)
         for start, piece in chunk.slices(tier, offset, found.numel()):

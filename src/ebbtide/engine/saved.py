@@ -47,7 +47,7 @@ class Checkpointing(EngineCore):
             )
         session.meet(SAVE, self.steps)
         session.reclaim()
-        session.updates.drain()
+        session.queue.drain()
         facts = resume.facts_of(session, self.optimizer.param_groups, self._scaler, self.steps)
         content = {"user": state, "random": resume.random_state()}
         return self._saver.save(self._of_part(Path(path)), self.steps, facts, content, keep, background)
@@ -97,7 +97,7 @@ class Checkpointing(EngineCore):
             if session.course.phase != IDLE:
                 session.abandon()
             self._clear()
-            session.updates.drain()
+            session.queue.drain()
             self._broken = f"loading '{folder}' ended half-way"
 
         with others_too(companions):
@@ -134,7 +134,7 @@ class Checkpointing(EngineCore):
         found = resume.by_name(session, self.optimizer.param_groups, state_dict)
         self._end_pending()
         self._clear()
-        session.updates.drain()
+        session.queue.drain()
         self.steps = resume.take(session, found)
 
     def ema(self, decay: float) -> Average:
@@ -162,5 +162,5 @@ class Checkpointing(EngineCore):
             )
         session.meet(SAVE, self.steps)
         session.reclaim()
-        session.updates.drain()
+        session.queue.drain()
         export(session, Path(path), dtype)

@@ -265,7 +265,7 @@ class Stepping(EngineCore):
         for average in session.averages:
             average.stepped()
         if session.data.live.members:  # within resident(): what is written from here on is the user's
-            session.updates.drain()
+            session.queue.drain()
             session.data.live.rebase()
         return False
 

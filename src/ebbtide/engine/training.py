@@ -35,6 +35,7 @@ from ebbtide.engine.tracebacks import show_users_lines
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.runtime.budgets import alike, refuse_nowhere, refuse_unbuilt, warn_of_slow_products
+from ebbtide.runtime.build import build
 from ebbtide.runtime.distributed.launch import join_if_launched
 from ebbtide.runtime.distributed.model_parallel import ModelParallel, find_model_parallel, others_too
 from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, open_ranks
@@ -164,13 +165,14 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
         companions: ModelParallel | None,
     ) -> Session:
         tiers, start = self._tiers, Start(self.module, files)
-        session = Session(self.module, choice, self.config, tiers, kernels, start, ranks, companions)
+        parts = build(self.module, choice, self.config, tiers, kernels, ranks, companions)
+        session = Session(parts, tiers, choice, start)
         try:
             start.finish()
             if files is not None:
                 files.load(session, start.given)
         except BaseException:
-            session.undo(start)
+            parts.undo(start)
             raise
         return session
 
@@ -293,7 +295,7 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
     def synchronize(self) -> None:
         """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
         self._check()
-        self._session.updates.drain()
+        self._session.queue.drain()
         self._tiers.backend.synchronize()
 
     @property
@@ -309,7 +311,7 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
 
     def check_integrity(self) -> None:
         """Raises unless the books of every tier add up."""
-        self._session.check_integrity()
+        self._session.parts.check_integrity()
 
     def release(self) -> nn.Module:
         """Closes the engine and returns its module as an ordinary one: its weights are in RAM, in the dtypes that they
@@ -338,7 +340,7 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
         self._session.swapped = ""
         for average in list(self._session.averages):
             average.close()
-        self._session.close()
+        self._session.parts.close()
         if self._own is None:
             retire(self.module)
         else:

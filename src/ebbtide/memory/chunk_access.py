@@ -62,7 +62,7 @@ def copy_out(store: ChunkStore, chunk: Chunk, offset: int, out: torch.Tensor) ->
 def clear(store: ChunkStore, chunk: Chunk) -> None:
     """Zeros, where nothing was written yet: what the extents last held was somebody else's."""
     assert chunk.ssd is not None and store.ssd_space is not None, f"{chunk} has no copy on SSD"
-    store.before_stored(chunk)
+    store.settle_stream(chunk)
     zeros = torch.zeros(ZEROS, dtype=torch.uint8)
     for stored in chunk.ssd:
         left = min(round_up(stored.count * chunk.dtype.itemsize, BLOCK), stored.extent.nbytes - stored.offset)
@@ -76,7 +76,7 @@ def _blocks(
     """Whole blocks that hold the elements [offset, offset + count), read: (place in the range, the range's elements
     in them, what writes them back)."""
     assert chunk.ssd is not None and store.ssd_space is not None, f"{chunk} has no copy on SSD"
-    store.before_stored(chunk)
+    store.settle_stream(chunk)
     disk, itemsize = store.ssd_space.disk, chunk.dtype.itemsize
     for stored in chunk.ssd:
         begin, stop = max(offset, stored.first), min(offset + count, stored.first + stored.count)

@@ -45,7 +45,8 @@ from ebbtide.memory.chunk import (
 from ebbtide.memory.disk.space import DiskSpace
 from ebbtide.memory.host_space import HostSpace
 from ebbtide.memory.ssd_space import SsdSpace
-from ebbtide.planner.shape import PARAM, WHOLE
+from ebbtide.memory.state_stream import StateStream
+from ebbtide.planner.shape import GRAD, PARAM, WHOLE
 from ebbtide.planner.sizes import piece_bytes
 
 
@@ -263,8 +264,8 @@ class ChunkStore(Copies):
     ) -> None:
         super().__init__(layout, backend, ledger, disk, slicing)
         self.traffic = Traffic()
-        self.before_stored: Callable[[Chunk], None] = lambda chunk: None
-        """Is told of a chunk whose copy on SSD is about to be read or written other than by its updates."""
+        self.state_stream: StateStream | None = None
+        """What optimizer state on SSD passes through, while some is there."""
         self._moves = 0
 
     # -- copies ---------------------------------------------------------------------------------------
@@ -421,7 +422,7 @@ class ChunkStore(Copies):
     def _exchange(self, chunk: Chunk, link: str, events: list[Event]) -> None:
         """Starts reading or writing each piece of the chunk, from or to wherever its memory is."""
         assert chunk.ssd is not None and self.ssd_space is not None
-        self.before_stored(chunk)
+        self.settle_stream(chunk)
         disk = self.ssd_space.disk
         act = disk.read if link == SSD_READ else disk.write
         for stored in chunk.ssd:
@@ -429,6 +430,17 @@ class ChunkStore(Copies):
                 piece.view(torch.uint8) for _, piece in chunk.slices(self.near, stored.first, stored.count)
             ]
             events.append(act(stored.extent, memory, stored.offset))
+
+    def settle_stream(self, chunk: Chunk) -> None:
+        """What SSD has of a chunk is about to be read or written other than by its updates."""
+        if self.state_stream is not None and chunk.kind not in (PARAM, GRAD):
+            self.state_stream.settle(chunk.index)
+
+    def written_on_ssd(self, index: int) -> None:
+        """SSD has something new of a chunk, not from its updates: what was read ahead of its state is void."""
+        states = self.state_chunks(index)
+        if self.state_stream is not None and any(state.ssd is not None for state in states):
+            self.state_stream.note(index, [state.kind for state in states if state.ssd_valid])
 
     def settle(self, chunk: Chunk, host: bool = False) -> None:
         """Ends work and a move under way. With `host` the host itself may read or write its copy afterwards."""

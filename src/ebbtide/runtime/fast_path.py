@@ -17,15 +17,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ebbtide.memory.budget import Ledger
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import FORWARD
 from ebbtide.runtime.gradients.autograd_sums import AutogradSums
+from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.parameters.parameter_classes import plainly
 from ebbtide.runtime.planning.plan_cache import KnownInput
 from ebbtide.runtime.updates.updates import Updates
@@ -41,8 +40,9 @@ class _GraphMark:
 
 
 class FastPath:
-    def __init__(self, interceptor: Interceptor, updates: Updates, ledger: Ledger, possible: bool) -> None:
-        self._interceptor, self._updates, self._ledger = interceptor, updates, ledger
+    def __init__(self, interceptor: Interceptor, updates: Updates, room: Room, possible: bool) -> None:
+        self._interceptor, self._updates = interceptor, updates
+        self._room, self._ledger = room, room.ledger
         self._untold = AutogradSums(updates.sink, updates.capture)
         self._possible = possible
         self._known: KnownInput | None = None
@@ -61,7 +61,7 @@ class FastPath:
         """What it may lead to: parameters that required gradients when it began."""
         self._alone = False
         """Whether there were no graphs when the pass began."""
-        updates.data.before_unbinding = WeakMethod(self.stop)
+        updates.data.unbinds_after(self)
 
     @property
     def now(self) -> bool:
@@ -106,7 +106,7 @@ class FastPath:
     def has_room(self, plan: Plan | None) -> bool:
         """Whether all parameters are on the device and the plan has none leave. Gradients may lie beside those that are
         held already, and until they are taken in beside their chunks: that needs room for all, and for one chunk."""
-        data, room = self._updates.data, self._updates.executor.room
+        data, room = self._updates.data, self._room
         if plan is None or plan.traffic or len(room.peers) != 1 or not all(data.bound):
             return False
         chunks = [data.computed(index) for index in range(len(data.bound))]
@@ -178,7 +178,7 @@ class FastPath:
 
     def _take_in(self, plan: Plan) -> None:
         assert self._before is not None
-        room = self._updates.executor.room
+        room = self._room
         room.set_level(plan.levels[self._offset + len(plan.record.moments) - 1])
         self._arrived |= self._untold.take_in()
         self._captured = self._updates.sink.captured

@@ -7,22 +7,19 @@ The engine is its face.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from ebbtide.config import Config
 from ebbtide.devices.real_memory import on_real_memory, real
 from ebbtide.errors import StateError
-from ebbtide.kernels import Kernels
 from ebbtide.planner.plans import Plan
-from ebbtide.runtime.build import Machinery
+from ebbtide.planner.shape import ModelShape
+from ebbtide.runtime.build import Parts
 from ebbtide.runtime.distributed.agreement import DONE, EVALUATED, FORWARD
-from ebbtide.runtime.distributed.model_parallel import ModelParallel
 from ebbtide.runtime.distributed.ranks import Ranks
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, UPDATING
 from ebbtide.runtime.parameters.initial_values import Source
@@ -51,20 +48,31 @@ class Averaged(Protocol):
     def close(self) -> None: ...
 
 
-class Session(Machinery):
-    def __init__(
-        self,
-        module: nn.Module,
-        choice: Choice,
-        config: Config,
-        tiers: Tiers,
-        kernels: Mapping[str, Kernels],
-        source: Source | None = None,
-        ranks: Ranks | None = None,
-        companions: ModelParallel | None = None,
-    ) -> None:
-        """`source`: has values that the module has not; `ranks`: those that share the chunks."""
-        super().__init__(module, choice, config, tiers, kernels, ranks, companions)
+class Session:
+    """Leads a module's passes through the parts of the runtime."""
+
+    def __init__(self, parts: Parts, tiers: Tiers, choice: Choice, source: Source | None = None) -> None:
+        """`source`: has values that the module has not."""
+        self.parts = parts
+        self.module, self.config, self.backend, self.ledger = (
+            parts.module,
+            parts.config,
+            parts.backend,
+            parts.ledger,
+        )
+        self.layout, self.store, self.data, self.queue = parts.layout, parts.store, parts.data, parts.queue
+        self.room, self.course, self.places, self.executor = (
+            parts.room,
+            parts.course,
+            parts.places,
+            parts.executor,
+        )
+        self.updates, self.homes, self.streaming = parts.updates, parts.homes, parts.streaming
+        self.lock_free, self.sharing, self.companions = parts.lock_free, parts.sharing, parts.companions
+        self.unmanaged, self.interceptor, self.recording = parts.unmanaged, parts.interceptor, parts.recording
+        self.imagining, self.traces, self.planning = parts.imagining, parts.traces, parts.planning
+        self.evaluations, self.outputs, self.waiting = parts.evaluations, parts.outputs, parts.waiting
+        self.resting, self.unfreezing = parts.resting, parts.unfreezing
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
         self._captured = 0
@@ -86,12 +94,21 @@ class Session(Machinery):
             self.room.fixed = self.unmanaged.device_bytes(choice)
             self.room.raise_level(self.room.fixed)
             with nullcontext() if self.sharing is None else self.sharing.beginning():
-                self._adoption(source).take_over(self.shape, choice)
+                parts.takeover(source).take_over(self.shape, choice)
         except BaseException:
-            self.undo(source)
+            parts.undo(source)
             raise
         self.recording.begin()
         tiers.rooms.add(self.room)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Those that share the chunks."""
+        return None if self.sharing is None else self.sharing.ranks
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.traces.shape
 
     @property
     def frozen(self) -> bool:
@@ -430,7 +447,7 @@ class Session(Machinery):
         self.homes.settle()
         self.course.phase = UPDATING
         try:
-            self.updates.apply(scale)
+            self.updates.apply(scale, self.executor.updating)
             self.meet(DONE)  # nobody is left alone with a gather that the update began
         finally:
             self.executor.finish()

@@ -159,5 +159,5 @@ class Unfreeze:
             for member, value in values:
                 store_value(data, member, dense(value), kernels)
         if data.store.state_homes[index] == "ssd":
-            updates.drain()
+            updates.queue.drain()
             homes.restream()

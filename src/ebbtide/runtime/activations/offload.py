@@ -32,15 +32,15 @@ from ebbtide.tracing.saved_storages import is_checkpoint_input, movable, spoken_
 class ActivationOffload:
     """`which`: all that is saved, or only checkpoints' inputs."""
 
-    def __init__(self, store: ChunkStore, which: str, lock: RLock) -> None:
+    def __init__(self, store: ChunkStore, which: str, lock: RLock, spare: Callable[[int], None]) -> None:
+        """`spare`: called where the host has too little room, for others may give up what they can do without."""
         self.which = which
         self._store = store
         self.backend, self.ledger, self.traffic = store.backend, store.ledger, store.traffic
         self.offloaded_bytes = 0
         self.surprise = ""
         """What was saved otherwise than planned."""
-        self.spare: weakref.WeakMethod[Callable[[int], None]] | None = None
-        """Called where the host has too little room: others may give up what they can do without."""
+        self._spare = weakref.WeakMethod(spare)
         self.late = 0
         """Bytes that should have left by now: on their way, or held by others."""
         self._lock = lock
@@ -320,7 +320,7 @@ class ActivationOffload:
         """On the host, where there is too little for the ledger to grant it."""
         if self.ledger.room("host") < count:
             self.drain(wait=True)
-            spare = self.spare() if self.spare is not None else None
+            spare = self._spare()
             if spare is not None:
                 spare(count)
 

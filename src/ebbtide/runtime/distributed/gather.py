@@ -32,6 +32,7 @@ from ebbtide.runtime.distributed.collective_cache import CollectiveCache
 from ebbtide.runtime.distributed.gradient_reducer import GradientReducer
 from ebbtide.runtime.distributed.rank_groups import Pending, RankGroup
 from ebbtide.runtime.distributed.ranks import Ranks
+from ebbtide.runtime.movement.eviction import EXCHANGE
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.parameters.binding import ModelData, laid_like
 from ebbtide.runtime.parameters.unmanaged import Unmanaged
@@ -80,8 +81,12 @@ class ChunkSharing:
         self._short = False
         """Some rank lacks room."""
         self._crews = {size: RankGroup(ranks, size) for size in _crew_sizes(data, ranks)}
-        self.reductions = GradientReducer(data, places, self._crews, kernels, in_backward)
-        self.reductions.refused = self._ahead.refused
+        self.reductions = GradientReducer(
+            data, places, self._crews, kernels, in_backward, self._ahead.refused
+        )
+        data.complete_by(self)
+        places.gather_by(self)
+        places.room.add_giver(EXCHANGE, self.reductions)
         self.close = weakref.finalize(self, self.reductions.received.close)
 
     # -- what a pass wants ----------------------------------------------------------------------------
@@ -110,7 +115,7 @@ class ChunkSharing:
     def complete(self, index: int) -> None:
         """A chunk has all the gradients that it will get in this pass."""
         reductions = self.reductions
-        marks = zlib.crc32(bytes(reductions.claimed(index)))
+        marks = zlib.crc32(bytes(reductions.gradients.claimed(index)))
         wish = Wish(REDUCE, index, self._round, marks)
         while True:
             reductions.hear()
@@ -184,7 +189,9 @@ class ChunkSharing:
             self._short = any(one.check for one in wishes)
         elif deed == REDUCE:
             same = all(one.check == wish.check for one in wishes)
-            self.reductions.start(subject, self.reductions.claimed(subject) if same else self._some(subject))
+            self.reductions.start(
+                subject, self.reductions.gradients.claimed(subject) if same else self._some(subject)
+            )
         return served
 
     def _remember(self, wishes: Sequence[Wish], wanting: int) -> None:
@@ -315,7 +322,7 @@ class ChunkSharing:
 
     def _some(self, index: int) -> list[bool]:
         """By member of a chunk, whether some rank has a gradient."""
-        everywhere = self.ranks.objects(self.reductions.arrived(index))
+        everywhere = self.ranks.objects(self.reductions.gradients.here(index))
         return [any(column) for column in zip(*everywhere, strict=True)]
 
     # -- values by name -------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -164,6 +165,19 @@ class _GradientExchange:
                 chunk.work = None
 
 
+class ReducedGradients(Protocol):
+    """Gradients that come whole, and are reduced to slices."""
+
+    def here(self, index: int) -> list[bool]:
+        """By member of a chunk, whether it has a gradient here in this pass."""
+
+    def claimed(self, index: int) -> list[bool]:
+        """The same of a chunk that has all it is to have; of experts that other ranks have, that they say so."""
+
+    def summed(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
+        """The mean of a chunk's slice is in `grad`; `arrived`: which members have a gradient on some rank."""
+
+
 class GradientReducer:
     def __init__(
         self,
@@ -172,8 +186,10 @@ class GradientReducer:
         crews: Mapping[int, RankGroup],
         kernels: Kernels,
         at_once: bool,
+        refused: Callable[[], None],
     ) -> None:
-        """`crews`: by size. `kernels`: the device's. `at_once`: what follows from a sum cannot wait (Note [at once])."""
+        """`crews`: by size. `kernels`: the device's. `at_once`: what follows from a sum cannot wait (Note [at once]).
+        `refused`: told where some rank was not ready for what was announced."""
         self._data, self._store, self._places, self._kernels = data, data.store, places, kernels
         self._crews, self._ranks = crews, crews[data.store.slicing.ranks].ranks
         self._exchanges = {size: Exchanges(crew) for size, crew in crews.items()}
@@ -186,14 +202,17 @@ class GradientReducer:
         """A promised chunk that this rank was not ready for, and how to hear which ranks were."""
         self.waiting: set[int] = set()
         """Chunks that are reduced at the end of the pass, where some rank has gradients."""
-        self.arrived: Callable[[int], list[bool]] = lambda index: []
-        """By member of a chunk, whether it has a gradient here in this pass."""
-        self.claimed: Callable[[int], list[bool]] = lambda index: []
-        """The same of a chunk that has all it is to have; of experts that other ranks have, that they say so."""
-        self.refused: Callable[[], None] = lambda: None
-        """Some rank was not ready for what was announced."""
-        self.summed: Callable[[int, Sequence[bool], Chunk], None] = lambda index, arrived, grad: None
-        """Told of the gradients of a chunk's slice: which members have one on some rank, and where the mean is."""
+        self._refused = refused
+        self._gradients: ReducedGradients | None = None
+
+    @property
+    def gradients(self) -> ReducedGradients:
+        assert self._gradients is not None
+        return self._gradients
+
+    def reduce_for(self, gradients: ReducedGradients) -> None:
+        """Whose gradients are reduced."""
+        self._gradients = gradients
 
     def reserve(self) -> None:
         """Room for the largest chunk, or its gradients; in slices, for the largest slice of them."""
@@ -228,7 +247,7 @@ class GradientReducer:
         """Tells the others that this rank has all of a promised chunk's gradients, or that it has not."""
         try:
             self.finish()
-            made = self._prepare(index, self.claimed(index)) if ready else None
+            made = self._prepare(index, self.gradients.claimed(index)) if ready else None
         except BaseException:
             self._say_no(index)
             raise
@@ -248,7 +267,7 @@ class GradientReducer:
         if self._concerns_us(index, arrived):
             self.start(index, arrived)
         else:
-            self.summed(index, arrived, self._store.get(GRAD, index))
+            self.gradients.summed(index, arrived, self._store.get(GRAD, index))
 
     def hear(self) -> None:
         """Waits until it is known whether what began last is exchanged, or has to wait."""
@@ -268,7 +287,7 @@ class GradientReducer:
                 self._store.free(current.whole)  # the pass that it was for is over
             if failed is None:
                 self.waiting.add(current.index)
-                self.refused()
+                self._refused()
         else:
             size = current.crew.size
             count = current.whole.nbytes // size * (size - 1)
@@ -292,8 +311,11 @@ class GradientReducer:
             grad = self._store.get(GRAD, current.index)
             with self._places.room.together([grad]):
                 self._sum(grad, current.memory, current.crew.size)
-            self.summed(current.index, current.arrived, grad)
+            self.gradients.summed(current.index, current.arrived, grad)
         return True
+
+    def give_room(self, short: int) -> bool:
+        return self.finish()
 
     def awaits(self, index: int) -> bool:
         """Whether a chunk's gradients are on their way."""
@@ -329,7 +351,7 @@ class GradientReducer:
     def _say_no(self, index: int) -> None:
         """What the others say is heard before the next collective: user code may talk to them until then."""
         self._denied = index, self._ranks.say_ready(False)
-        self.refused()
+        self._refused()
 
     def _let_go(self) -> None:
         if self._current is not None:
@@ -344,7 +366,7 @@ class GradientReducer:
         if not whole.device_valid:
             self._places.room.make_for(whole, "device")
             self._store.allocate(whole, "device")
-        here = zip(self._data.members[index], self.arrived(index), strict=True)
+        here = zip(self._data.members[index], self.gradients.here(index), strict=True)
         self._clear(whole, [member for member, has in here if not has])
         memory = self.received.take(self._in_slices(whole) if self.in_slices else whole.nbytes)
         made = _GradientExchange(index, arrived, whole, grad, memory, self._crews[self._store.crew(index)])

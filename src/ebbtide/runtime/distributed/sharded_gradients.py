@@ -21,14 +21,17 @@ from ebbtide.memory.chunk import Chunk
 from ebbtide.planner.eviction import NEVER
 from ebbtide.planner.shape import GRAD, WHOLE_GRAD
 from ebbtide.runtime.distributed.gather import ChunkSharing
-from ebbtide.runtime.movement.executor import Executor
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.updates.updates import Updates
 
 
 class ShardedGradients:
-    def __init__(self, updates: Updates, executor: Executor, sharing: ChunkSharing) -> None:
+    def __init__(
+        self, updates: Updates, places: FetchOnDemand, course: PlanCursor, sharing: ChunkSharing
+    ) -> None:
         self._updates, self._data, self._store = updates, updates.data, updates.store
-        self._executor, self._sharing = executor, sharing
+        self._room, self._course, self._sharing = places.room, course, sharing
         self._kernels = updates.kernels["device"]
         self._passed: dict[int, int] = {}
         """By parameter: gradients that came in this pass and were not reduced yet."""
@@ -45,10 +48,7 @@ class ShardedGradients:
         """By parameter: how often a gradient comes in a pass, where that is more than once."""
         self._plan: object = None
         self._backwards = 1
-        reductions = sharing.reductions
-        reductions.arrived = lambda index: [member in self._passed for member in self._data.members[index]]
-        reductions.claimed = self._claimed
-        reductions.summed = self._summed
+        sharing.reductions.reduce_for(self)
         self._given: set[int] = set()
         """Chunks whose gradients this rank has given to be reduced in this pass."""
 
@@ -61,7 +61,7 @@ class ShardedGradients:
             self._one_more(member)
         chunk = self._store.get(WHOLE_GRAD, place.chunk)
         if chunk.free:
-            self._executor.room.make_for(chunk, "device")
+            self._room.make_for(chunk, "device")
             self._store.allocate(chunk, "device")
         seen = self._data.views[member]
         assert seen is not None
@@ -72,7 +72,11 @@ class ShardedGradients:
             self._given.add(place.chunk)
             self._sharing.complete(place.chunk)
 
-    def _claimed(self, index: int) -> list[bool]:
+    def here(self, index: int) -> list[bool]:
+        """By member of a chunk, whether it has a gradient here in this pass."""
+        return [member in self._passed for member in self._data.members[index]]
+
+    def claimed(self, index: int) -> list[bool]:
         """Experts that other ranks have are as complete as this rank's: where one is not, its marks are others."""
         expected = self._updates.sink.expected_anywhere(index)
         views, members = self._data.views, self._data.members[index]
@@ -89,7 +93,7 @@ class ShardedGradients:
         """How often a gradient comes in a backward. Where nobody knows, a weight that forward used again may have one
         for each use (checkpointed regions): they are added up here first, wherever chunks are, so that the mean of
         their sum is what the ranks get, and not the sum of their means."""
-        course = self._executor.course
+        course = self._course
         plan = course.plan
         if plan is None and not self._updates.in_backward and course.uses[self._data.run_of[member]] > 1:
             return NEVER
@@ -153,7 +157,7 @@ class ShardedGradients:
 
     # -- reduced --------------------------------------------------------------------------------------
 
-    def _summed(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
+    def summed(self, index: int, arrived: Sequence[bool], grad: Chunk) -> None:
         """The slice has the mean over the ranks."""
         updates, members = self._updates, self._data.members[index]
         for member, has in zip(members, arrived, strict=True):

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import SupportsFloat
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, SupportsFloat
 
 import torch
 
@@ -40,14 +40,19 @@ from ebbtide.runtime.movement.protocols import PendingUpdates
 from ebbtide.runtime.parameters.binding import ModelData, Place, dense
 
 
+class WatchesStorages(Protocol):
+    """Who counts what is no model data."""
+
+    def claim(self, storage: int) -> None: ...
+
+
 class InPlaceGradients:
     def __init__(self, ledger: Ledger) -> None:
         self.always = False
         """Nothing can leave the device."""
         self.where_planned = False
         """Those that by the plan never leave it."""
-        self.claimed: Callable[[int], None] = lambda storage: None
-        """Told of each storage that is model data from now on."""
+        self._watches: WatchesStorages | None = None
         self._ledger = ledger
         self._tensors: dict[int, torch.Tensor] = {}
         self._lent: dict[int, torch.Tensor] = {}
@@ -61,6 +66,10 @@ class InPlaceGradients:
 
     def __getitem__(self, member: int) -> torch.Tensor:
         return self._tensors[member]
+
+    def watch_by(self, watches: WatchesStorages) -> None:
+        """Who is told of storages that are model data from now on."""
+        self._watches = watches
 
     def owns(self, storage: int) -> bool:
         return storage in self._storages
@@ -87,7 +96,8 @@ class InPlaceGradients:
         self._tensors[member] = gradient
         storage = gradient.untyped_storage()._cdata
         self._storages.add(storage)
-        self.claimed(storage)
+        if self._watches is not None:
+            self._watches.claim(storage)
 
     def drop(self, member: int) -> None:
         self._forget(self._tensors.pop(member))

@@ -16,19 +16,27 @@ from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import Chunk
 from ebbtide.runtime.gradients.destinations import HostDirect, InParameterSpace, InPlaceGradients
 from ebbtide.runtime.gradients.stand_ins import StandIns
-from ebbtide.runtime.movement.executor import Executor
-from ebbtide.runtime.parameters.binding import ModelData, dense
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.plan_cursor import PlanCursor
+from ebbtide.runtime.movement.protocols import PendingUpdates
+from ebbtide.runtime.parameters.binding import dense
 from ebbtide.runtime.parameters.param_groups import ParamGroups
 from ebbtide.runtime.parameters.parameter_classes import plainly
 
 
 class GradientSink:
     def __init__(
-        self, data: ModelData, kernels: Mapping[str, Kernels], executor: Executor, groups: ParamGroups
+        self,
+        kernels: Mapping[str, Kernels],
+        places: FetchOnDemand,
+        course: PlanCursor,
+        updates: PendingUpdates,
+        groups: ParamGroups,
     ) -> None:
         """`kernels` by tier."""
-        self.data, self.store, self.kernels = data, data.store, kernels
-        self._executor, self._groups = executor, groups
+        data = self.data = places.data
+        self.store, self.kernels = data.store, kernels
+        self._places, self._room, self._course, self._groups = places, places.room, course, groups
         self.arrived = [0] * len(data.parameters)
         """By parameter: gradients that are in the sum."""
         self.squares: list[Any] = [0.0] * len(data.parameters)
@@ -41,9 +49,16 @@ class GradientSink:
         self.take_over = False
         """Whether the plan has gradients lie in their parameters' space."""
         self.in_place = InPlaceGradients(data.store.ledger)
-        self.host_direct = HostDirect(executor.room, executor.updates, kernels)
-        self.parameter_space = InParameterSpace(data, kernels, executor.places)
+        self.host_direct = HostDirect(places.room, updates, kernels)
+        self.parameter_space = InParameterSpace(data, kernels, places)
         self.stand_ins = StandIns(data.names, data.parameters)
+
+    def keep_in_place(self, alone: bool, in_backward: bool) -> None:
+        """Where gradients may stay as autograd made them: nothing else, or no other rank, has to see them in a chunk."""
+        # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
+        as_they_are = alone and self.store.backend.kind == "cpu"
+        self.in_place.always = as_they_are and self.store.ledger.device_alone
+        self.in_place.where_planned = as_they_are and in_backward and self.store.near == "device"
 
     # -- in -------------------------------------------------------------------------------------------
 
@@ -64,13 +79,13 @@ class GradientSink:
         direct = self.host_direct.leads(chunk)
         tier, add = "host" if direct else "device", self.arrived[member] > 0
         if chunk.free:
-            self._executor.room.make_for(chunk, tier)
+            self._room.make_for(chunk, tier)
             self.store.allocate(chunk, tier)
         if direct:
-            self._executor.places.settle_on_host(chunk)
+            self._places.settle_on_host(chunk)
             self.squares[member] = self.host_direct.take(chunk, place, gradient, add)
         else:
-            self._executor.places.bring(chunk)
+            self._places.bring(chunk)
             view = chunk.view().as_strided(place.shape, place.stride, place.offset)
             self.squares[member] = self.kernels["device"].capture(view, gradient, add)
         self.store.written(chunk, tier)
@@ -80,13 +95,13 @@ class GradientSink:
         """Whether a gradient of the chunk is on the device until its update."""
         if self.take_over:
             return False
-        planned = self.in_place.where_planned and self._executor.course.stays("grad", index)
+        planned = self.in_place.where_planned and self._course.stays("grad", index)
         return self.in_place.always or planned
 
     def _keep(self, member: int, gradient: torch.Tensor) -> None:
         place = self.data.places[member]
         dtype = self.data.parameter_chunk(place.chunk).dtype
-        self._executor.room.make("device", self.gradient_bytes(member))
+        self._room.make("device", self.gradient_bytes(member))
         self.in_place.keep(member, gradient, place.shape, place.stride, dtype)
         self.squares[member] = None
         self.arrived[member] = 1

@@ -8,33 +8,35 @@ from contextlib import contextmanager, suppress
 from weakref import WeakSet
 
 from ebbtide.errors import BudgetError
-from ebbtide.memory.budget import AVERAGE
+from ebbtide.memory.budget import AVERAGE, SNAPSHOT
 from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
 from ebbtide.planner.eviction import Candidate, choose
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor
-from ebbtide.runtime.movement.protocols import LeavingActivations, PendingUpdates
+from ebbtide.runtime.movement.protocols import GivesRoom, LeavingActivations, PendingUpdates
 from ebbtide.runtime.parameters.binding import ModelData
 from ebbtide.units import format_size
 
 HOSTED, EXCHANGE = "host modules", "exchange"
 """Tags of what is reserved for good."""
+STATE = "state"
 
 
 class Room:
-    def __init__(self, data: ModelData, course: PlanCursor, updates: PendingUpdates, eviction: str) -> None:
+    def __init__(
+        self,
+        data: ModelData,
+        course: PlanCursor,
+        updates: PendingUpdates,
+        eviction: str,
+        peers: WeakSet[Room],
+    ) -> None:
+        """`peers`: those of all engines that share the budgets, this one included once it is."""
         self.data, self.store, self.ledger = data, data.store, data.store.ledger
-        self.peers: WeakSet[Room] = WeakSet()
-        """Those of all engines that share the budgets, this one included."""
+        self.peers = peers
         self.activations: LeavingActivations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
-        self.end_exchange: Callable[[], bool] = lambda: False
-        """Ends an exchange of gradients between ranks, which keeps a whole chunk on the device that no plan counts with;
-        whether there was one."""
-        self.saving: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Ends a checkpoint that is written from a copy, which no plan counts with."""
-        self.give_state: weakref.WeakMethod[Callable[[int], None]] | None = None
-        """Has optimizer state leave the device for another engine's sake."""
+        self._givers: dict[str, weakref.ref[GivesRoom]] = {}
         self.level, self.guessed = 0, False
         """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
         self.fixed = 0
@@ -54,6 +56,19 @@ class Room:
         self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
+
+    def add_giver(self, what: str, giver: GivesRoom) -> None:
+        """Who gives room that no plan counts with (EXCHANGE, SNAPSHOT), or optimizer state to other engines (STATE)."""
+        self._givers[what] = weakref.ref(giver)
+
+    def _give(self, what: str, short: int = 0) -> bool:
+        known = self._givers.get(what)
+        giver = None if known is None else known()
+        return giver is not None and giver.give_room(short)
+
+    def end_exchange(self) -> bool:
+        """Ends an exchange of gradients between ranks, which keeps a whole chunk here; whether there was one."""
+        return self._give(EXCHANGE)
 
     def budget(self, tier: str) -> int:
         """What other engines on the same tier leave of the budget."""
@@ -298,9 +313,8 @@ class Room:
     def ask(self, short: Callable[[], int]) -> None:
         """Other engines on the same tier give up optimizer state, until nothing is short."""
         for peer in self.peers:
-            give = peer.give_state() if peer.give_state is not None and peer is not self else None
-            if give is not None and (missing := short()) > 0:
-                give(missing)
+            if peer is not self and (missing := short()) > 0:
+                peer._give(STATE, missing)
 
     def give(self, attempt: str, short: int) -> None:
         """Gives up device memory until `short` bytes more are free: by ending what ranks exchange, by ending evictions
@@ -310,7 +324,7 @@ class Room:
             self.end_exchange()
             return
         if attempt == "saving":
-            self._end_saving()
+            self._give(SNAPSHOT)
             return
         target = self.ledger.room("device") + short
         if attempt in ("evict", "evict all"):
@@ -395,7 +409,7 @@ class Room:
                     self.store.end_move(chunk)
                     self._off_the_host(chunk, spill=True)
         if needed > self.ledger.room("host"):
-            self._end_saving()
+            self._give(SNAPSHOT)
         if needed > self.ledger.room("host") and self.store.near == "host":
             self._off_to_the_device(needed)
 
@@ -427,11 +441,6 @@ class Room:
 
     def _is_free_parameter(self, chunk: Chunk) -> bool:
         return chunk.kind == PARAM and chunk.work is None and chunk not in self._guarded
-
-    def _end_saving(self) -> None:
-        end = self.saving() if self.saving is not None else None
-        if end is not None:
-            end()
 
     def _host_copies(self) -> list[Chunk]:
         """Of parameters, and left alone."""

@@ -10,7 +10,6 @@ while its storage has more users than we gave it; the next event finds it releas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,11 +19,10 @@ from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
 from ebbtide.planner.shape import WHOLE
 from ebbtide.planner.states import RunStates, State
-from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.plan_cursor import IDLE, REVERSING, RUNNING, PlanCursor
-from ebbtide.runtime.movement.protocols import PendingUpdates
-from ebbtide.runtime.parameters.binding import ModelData, SavedWeight
+from ebbtide.runtime.movement.protocols import PendingUpdates, TakesGradients
+from ebbtide.runtime.parameters.binding import SavedWeight
 from ebbtide.tracing.hooks import Unit
 from ebbtide.tracing.hooks.observer import SavedTensor
 from ebbtide.tracing.live_recorder import Recorder
@@ -33,23 +31,15 @@ from ebbtide.tracing.live_recorder import Recorder
 class Executor:
     """The interceptor's observer."""
 
-    def __init__(self, data: ModelData, eviction: str, updates: PendingUpdates) -> None:
-        self.data = data
-        self.store = data.store
-        self.ledger = data.store.ledger
-        self.states = RunStates(data.run_names)
+    def __init__(
+        self, places: FetchOnDemand, course: PlanCursor, updates: PendingUpdates, gradients: TakesGradients
+    ) -> None:
+        self.data, self.store, self.ledger = places.data, places.store, places.store.ledger
+        self.places, self.room, self.course = places, places.room, course
+        self._updates, self._gradients = updates, gradients
+        self.states = RunStates(self.data.run_names)
         self.lock = threading.RLock()
-        self.updates = updates
-        self.course = PlanCursor(len(data.layout.chunks))
-        self.room = Room(data, self.course, updates, eviction)
-        self.places = FetchOnDemand(data, self.course, self.room)
         self.recorder: Recorder | None = None
-        self.reclaim: Callable[[Sequence[int]], None] = lambda members: None
-        """Called before parameters are used: gradients may have taken their space."""
-        self.on_gradient: Callable[[int], None] = lambda parameter: None
-        """Told of each gradient, after its moment has begun."""
-        self.beside: Callable[[], None] | None = None
-        """Called at every moment: what goes on beside the passes."""
         self._wanted: list[tuple[Chunk, bool]] = []
         """Moves that the plan has for chunks that are being updated: (chunk, whether it comes)."""
         self._reversing: list[int] = []
@@ -111,7 +101,7 @@ class Executor:
             if new:
                 self._tick(event(BACKWARD, handle.run))
             # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
-            self.reclaim((handle.member,))
+            self._gradients.reclaim((handle.member,))
             if new:
                 self._acquire(handle.run, BACKWARD)
                 self._reversing.append(handle.run)
@@ -123,7 +113,7 @@ class Executor:
             self._tick(event(GRADIENT, parameter))
             if self.recorder is not None:
                 self.recorder.arrival(parameter)
-            self.on_gradient(parameter)
+            self._gradients.capture(parameter)
 
     def updating(self, index: int) -> None:
         """The update of a chunk begins."""
@@ -138,7 +128,7 @@ class Executor:
             self.room.activations.begin(None if plan is None else plan.away, recorder)
         self.recorder = recorder
         if plan is not self.course.plan:
-            self.updates.bring_all()  # that there is room for them later was the other plan's word
+            self._updates.bring_all()  # that there is room for them later was the other plan's word
         self.course.begin(plan, offset)
         if plan is not None and plan.levels[offset] > self.room.level:
             self.room.raise_level(plan.levels[offset])  # something may be computed before the first moment
@@ -204,9 +194,7 @@ class Executor:
 
     def _catch_up(self) -> None:
         """Ends the updates that are over, and starts the moves that waited for them."""
-        self.updates.collect()
-        if self.beside is not None:
-            self.beside()
+        self._updates.moment()
         if self._wanted:
             wanted, self._wanted = self._wanted, []
             for chunk, fetch in wanted:
@@ -280,7 +268,7 @@ class Executor:
 
     def leave_track(self, why: str) -> None:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
-        self.updates.bring_all()
+        self._updates.bring_all()
         self.course.on_track = False
         self.course.diverged = why
         if self.room.activations is not None:
@@ -300,7 +288,7 @@ class Executor:
 
     def _acquire(self, run: int, phase: int) -> None:
         if phase == FORWARD:
-            self.reclaim(self.data.runs[run].parameters)
+            self._gradients.reclaim(self.data.runs[run].parameters)
             if self.course.phase == RUNNING:
                 self.course.uses[run] += 1
         if self.states.access(run):

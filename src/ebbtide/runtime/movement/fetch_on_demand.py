@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from ebbtide.memory.chunk import SSD_WRITE, TIERS, TO_DEVICE, Chunk
 from ebbtide.planner.shape import PARAM, WHOLE
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
+from ebbtide.runtime.movement.protocols import Gathers
 from ebbtide.runtime.parameters.binding import ModelData
 from ebbtide.units import format_size
 
@@ -21,13 +22,20 @@ class FetchOnDemand:
     def __init__(self, data: ModelData, course: PlanCursor, room: Room) -> None:
         self.data, self.store, self.room = data, data.store, room
         self._course = course
-        self.gather: Callable[[int], None] = lambda index: None
-        """Starts bringing a chunk that ranks share to the device as a whole."""
+        self._gathers: Gathers | None = None
         self.residing = [0] * len(data.members)
         """How often each chunk is pinned by `resident`."""
-        data.adopt = self._adopt
 
     # -- the device -----------------------------------------------------------------------------------
+
+    def gather_by(self, gathers: Gathers) -> None:
+        """Who brings chunks that ranks share."""
+        self._gathers = gathers
+
+    def gather(self, index: int) -> None:
+        """Starts bringing a chunk that ranks share to the device as a whole."""
+        assert self._gathers is not None
+        self._gathers.gather(index)
 
     def hold(self, chunk: Chunk) -> None:
         """Pins a chunk on the device, bringing it there first. Undo by taking one pin off."""
@@ -196,22 +204,6 @@ class FetchOnDemand:
             whole.mark("device", False)
             self.gather(index)
             self.store.settle(whole)
-
-    def _adopt(self, index: int) -> None:
-        """The user has written to a gathered chunk: this rank's slice of it is what counts."""
-        whole, param = self.data.computed(index), self.data.parameter_chunk(index)
-        first = self.store.slicing.rank % self.store.crew(index) * param.size
-        # It may be on its way off the device for want of room: then nothing else is brought there.
-        tier = "device" if param.device is not None else self.store.near
-        whole.pins += 1
-        try:
-            with self.placed(param, tier):
-                mine = whole.view()[first : first + param.size]
-                for start, piece in param.slices(tier, 0, param.size):
-                    piece.copy_(mine[start : start + piece.numel()])
-                self.store.written(param, tier)
-        finally:
-            whole.pins -= 1
 
     def leave_stale(self, chunk: Chunk) -> None:
         """A parameter was updated on the host: its device copy goes, or is filled again where it is pinned."""

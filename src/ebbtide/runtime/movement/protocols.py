@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +17,9 @@ class PendingUpdates(Protocol):
 
     def collect(self) -> None:
         """Settles those that are over."""
+
+    def moment(self) -> None:
+        """A moment begins."""
 
     def settle_oldest(self, ready: bool = False) -> bool:
         """Waits for one; False where none is pending. `ready`: only for one that takes no room first."""
@@ -32,6 +36,29 @@ class PendingUpdates(Protocol):
 
     def halt(self) -> None:
         """Waits for all of them, and nothing is updated lock-free until the next pass begins."""
+
+
+class TakesGradients(Protocol):
+    """Who gets gradients, and has lent parameters' space to them."""
+
+    def capture(self, member: int) -> None:
+        """A gradient is in `.grad`; its moment has begun."""
+
+    def reclaim(self, members: Sequence[int]) -> None:
+        """Parameters are about to be used."""
+
+
+class Gathers(Protocol):
+    """Who brings chunks that ranks share to the device as a whole."""
+
+    def gather(self, index: int) -> None: ...
+
+
+class GivesRoom(Protocol):
+    """Who can make room on the device, or on the host, where others need it."""
+
+    def give_room(self, short: int) -> bool:
+        """Whether there was something to give."""
 
 
 class LeavingActivations(Protocol):

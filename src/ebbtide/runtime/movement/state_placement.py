@@ -5,7 +5,6 @@ Where optimizer state lives: at first, before there is a plan, and as plans want
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -20,8 +19,10 @@ from ebbtide.planner.plans import Plan
 from ebbtide.planner.shape import GRAD, PARAM, ModelShape, Settings
 from ebbtide.planner.sizes import SLOTS, slot_bytes, stored_bytes
 from ebbtide.runtime.movement.eviction import Room
-from ebbtide.runtime.movement.executor import Executor
-from ebbtide.runtime.movement.plan_cursor import IDLE
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.plan_cursor import IDLE, PlanCursor
+from ebbtide.runtime.movement.protocols import PendingUpdates
+from ebbtide.runtime.parameters.binding import ModelData
 
 TAG = "staging"
 
@@ -30,22 +31,10 @@ class StateStreaming:
     def __init__(self, store: ChunkStore, background: bool) -> None:
         """`background`: pieces are read ahead, and written while the next ones are updated."""
         self._store, self._background = store, background
-        self.stream: StateStream | None = None
-        """Where state comes from that is on SSD."""
         self._staged = _Staged(store)
         when_gone(self, self._staged.give_back)
         self.kept: dict[int, int] = {}
         """By chunk, how many of its pieces stay in RAM."""
-        settle = weakref.WeakMethod(
-            self._settle
-        )  # the store outlives an engine that nobody holds, for a moment
-
-        def before(chunk: Chunk) -> None:
-            found = settle()
-            if found is not None:
-                found(chunk)
-
-        store.before_stored = before
 
     def open(self, chunks: Sequence[int], room: Room, kept: Mapping[int, int]) -> None:
         """Buffers for these chunks' state, and what SSD has of it. `kept`: by chunk, how many pieces stay in RAM."""
@@ -71,37 +60,25 @@ class StateStreaming:
             self.close()
             raise
         self.kept = dict(kept)
-        self.stream = StateStream(store.ssd_space, slots, store.traffic.moved, self._background, own)
+        store.state_stream = StateStream(store.ssd_space, slots, store.traffic.moved, self._background, own)
         for index in chunks:
-            self.note(index)
-
-    def _settle(self, chunk: Chunk) -> None:
-        """Somebody is about to look at what SSD has of a chunk, or to write it."""
-        stream = self.stream
-        if stream is not None and chunk.kind not in ("param", "grad"):
-            stream.settle(chunk.index)
-
-    def note(self, index: int) -> None:
-        """Something of the chunk was written on SSD by another way: what was read ahead of its state is void."""
-        stream, states = self.stream, self._store.state_chunks(index)
-        if stream is not None and any(state.ssd is not None for state in states):
-            stream.note(index, [state.kind for state in states if state.ssd_valid])
+            store.written_on_ssd(index)
 
     def expect(self, chunks: Iterable[int]) -> None:
-        if self.stream is not None:
-            self.stream.expect(list(chunks))
+        if self._store.state_stream is not None:
+            self._store.state_stream.expect(list(chunks))
 
     def put_back(self) -> None:
         """Gives the buffers back, and what only they have to SSD."""
-        if self.stream is not None:
-            self.stream.settle()
+        if self._store.state_stream is not None:
+            self._store.state_stream.settle()
         self.close()
 
     def close(self) -> None:
         """Waits for what is under way, and gives the buffers back, whatever they hold."""
-        if self.stream is not None:
-            self.stream.close()
-        self.stream, self.kept = None, {}
+        if self._store.state_stream is not None:
+            self._store.state_stream.close()
+        self.kept = {}
         self._staged.give_back()
 
 
@@ -126,6 +103,7 @@ class _Staged:
         memories, self._memories = self._memories, []
         for memory in memories:
             store.backend.free(store.near, memory)
+        store.state_stream = None
         reserved, self.reserved = self.reserved, 0
         store.ledger.release(store.near, TAG, reserved)
 
@@ -152,13 +130,17 @@ in the middle. Last what is only looked after."""
 class StatePlacement:
     def __init__(
         self,
-        executor: Executor,
+        data: ModelData,
+        course: PlanCursor,
+        places: FetchOnDemand,
+        updates: PendingUpdates,
         streaming: StateStreaming,
         settings: Settings,
         warmup_share: float,
     ) -> None:
-        self._data, self._store, self._ledger = executor.data, executor.store, executor.store.ledger
-        self._executor, self._streaming = executor, streaming
+        self._data, self._store, self._ledger = data, data.store, data.store.ledger
+        self._course, self._room, self._places = course, places.room, places
+        self._updates, self._streaming = updates, streaming
         self._settings, self._warmup_share = settings, warmup_share
         self._settled = True
         """Whether state is where `store.state_homes` says, and streams accordingly."""
@@ -171,7 +153,7 @@ class StatePlacement:
     def first(self, shape: ModelShape, index: int) -> str:
         """The home of the next chunk: the host where it has room for all of the chunk's bytes, else SSD, else the
         device. Where there is SSD and no host, the device keeps half of its budget for what is not known yet."""
-        room = self._executor.room
+        room = self._room
         budgets = {tier: room.budget(tier) for tier in self._ledger.budgets}
         page = 2 * self._data.layout.unit * 4 if self._data.layout.cut == "page" else 0
         every = range(shape.chunks)
@@ -221,14 +203,14 @@ class StatePlacement:
             self._store.reserve_ssd(master)
             master.mark("ssd", True)
         else:
-            self._executor.places.allocate(master, home)
+            self._places.allocate(master, home)
 
     # -- streaming ------------------------------------------------------------------------------------
 
     def stream(self, chunks: Sequence[int], kept: Mapping[int, int]) -> None:
         """State of these chunks streams from and to SSD, but for the first pieces of some."""
         on_ssd = [index for index in chunks if self._store.state_chunks(index)]
-        self._streaming.open(on_ssd, self._executor.room, kept)
+        self._streaming.open(on_ssd, self._room, kept)
 
     def restream(self) -> None:
         """Other chunks than so far have state on SSD, or other state."""
@@ -241,7 +223,7 @@ class StatePlacement:
         """State is where the books have it, though a plan could not be followed to its end."""
         if self._settled:
             return
-        self._executor.updates.flush()
+        self._updates.flush()
         self._streaming.put_back()
         self._move_all(dict(enumerate(self._store.state_homes)), strict=True)
         self.restream()
@@ -254,16 +236,16 @@ class StatePlacement:
 
     def follow(self, plan: Plan) -> None:
         """Brings optimizer state to the plan's homes."""
-        executor, homes = self._executor, self._store.state_homes
+        room, homes = self._room, self._store.state_homes
         to = {i: home for i, home in enumerate(plan.homes) if home != homes[i] or not self._settled}
         restaged = any("ssd" in (homes[index], home) for index, home in to.items())
         restaged |= not self._settled or self._streaming.kept != plan.host.kept
         if to or restaged:
-            executor.updates.halt()
-        executor.updates.flush()
-        executor.course.plan = None
-        if executor.room.activations is not None:
-            executor.room.activations.foresee(plan.away)
+            self._updates.halt()
+        self._updates.flush()
+        self._course.plan = None
+        if room.activations is not None:
+            room.activations.foresee(plan.away)
         self._settled = False  # until all of it is done: whatever ends this early
         if restaged:
             self._streaming.put_back()
@@ -272,7 +254,7 @@ class StatePlacement:
         left = stuck | {i: home for i, home in to.items() if i not in leaving}
         if stuck:
             left = self._move_all(left)  # it waits for the place of what comes from there
-        executor.room.raise_level(max(plan.levels, default=0))
+        room.raise_level(max(plan.levels, default=0))
         try:
             self._arrive(plan, left, restaged)
         except BudgetError:
@@ -310,10 +292,9 @@ class StatePlacement:
         parameters and gradients: how many did."""
         if needed <= 0 or not self._ledger.budgets["host"] or not self.at("device"):
             return 0
-        updates = self._executor.updates
-        if updates.ahead_of_passes and self._executor.course.phase != IDLE:
+        if self._updates.ahead_of_passes and self._course.phase != IDLE:
             return 0  # between a chunk's forward and its backward nothing changes
-        updates.halt()
+        self._updates.halt()
         before = self._on_device()
         settled, self._settled = self._settled, False
         for index in reversed(self.at("device")):
@@ -349,16 +330,16 @@ class StatePlacement:
 
     def _move(self, index: int, home: str) -> None:
         for chunk in self._store.state_chunks(index):
-            self._executor.places.go_home(chunk, home)
+            self._places.go_home(chunk, home)
         self._store.state_homes[index] = home
 
     def spare_host(self, needed: int) -> None:
         """Parameters whose state lives on the device give up their copies on the host where that is wanted."""
-        self._executor.room.make("host", needed)
+        self._room.make("host", needed)
         self._spare_copies(lambda: self._ledger.room("host") >= needed)
 
     def _spare_copies(self, enough: Callable[[], bool]) -> None:
-        executor, store, ledger = self._executor, self._store, self._ledger
+        store, ledger = self._store, self._ledger
         for index in self.at("device"):
             chunk = self._data.parameter_chunk(index)
             if enough():
@@ -366,6 +347,6 @@ class StatePlacement:
             if chunk.host is None or chunk.work is not None:
                 continue
             if not chunk.device_valid and ledger.room("device") >= store.room_needed(chunk, "device"):
-                executor.places.bring(chunk)
+                self._places.bring(chunk)
             if chunk.device_valid and chunk.move is None:
                 store.drop(chunk, "host")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -81,6 +81,38 @@ def specs_of(
     ]
 
 
+class PendingValues(Protocol):
+    """Updates that may not have reached the values yet."""
+
+    @property
+    def ahead_of_passes(self) -> bool:
+        """Whether weights change while a pass is under way: a graph may have older ones (lock-free)."""
+
+    def settle_values(self) -> None: ...
+
+
+class FollowsWrites(Protocol):
+    """Who acts on what the user writes into parameters in place."""
+
+    def adopt(self, index: int) -> None:
+        """A chunk that ranks share was written: this rank's slice of it counts."""
+
+    def follow(self, index: int, members: Sequence[int]) -> None:
+        """These of a chunk's parameters were written: their masters follow."""
+
+
+class HasOthersElements(Protocol):
+    """Ranks that share the chunks."""
+
+    def collect(self, member: int, flat: torch.Tensor) -> None: ...
+
+
+class StaysInPlace(Protocol):
+    """Who counts on parameters that stay where they are."""
+
+    def stop(self) -> None: ...
+
+
 class ModelData:
     def __init__(
         self,
@@ -90,6 +122,7 @@ class ModelData:
         layout: Layout,
         store: ChunkStore,
         master: str,
+        pending: PendingValues,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
@@ -135,16 +168,10 @@ class ModelData:
         here = weakref.ref(self)
         self._takers = [partial(_taken, here, member) for member in range(len(self.parameters))]
         weakref.finalize(self, forget, self.parameters)
-        self.carry_on: Callable[[int, Sequence[int]], None] = lambda index, members: None
-        """Told of chunks that the user has written into in place, and into which parameters."""
-        self.before_values: Callable[[], None] = lambda: None
-        """Called before values are read or written by name: pending updates end."""
-        self.before_unbinding: Callable[[], Callable[[], None] | None] = lambda: None
-        """Gives whom to call before parameters become placeholders."""
-        self.written_on_ssd: Callable[[int], None] = lambda index: None
-        """Told of chunks whose copies on SSD were written by name."""
-        self.ever_newer = False
-        """Weights change while a pass is under way: whose graph has older ones is nothing to look for (lock-free)."""
+        self._pending = pending
+        self._writes: FollowsWrites | None = None
+        self._ranks: HasOthersElements | None = None
+        self._in_place: Callable[[], StaysInPlace | None] = lambda: None
         self._versions: list[int | None] = [None] * len(layout.chunks)
         self.writes = [0] * len(layout.chunks)
         """By chunk: how often writes in place by the user were noticed."""
@@ -154,14 +181,31 @@ class ModelData:
         """By chunk: the parameters that are views of what is computed with, in order, each with its offset."""
         self._storages: dict[int, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
-        self.adopt: Callable[[int], None] = lambda index: None
-        """Called where the user has written to a chunk that ranks share: each takes its slice of it."""
-        self.collect: Callable[[int, torch.Tensor], None] = lambda member, flat: None
-        """Completes a parameter's elements with those that other ranks have."""
         self._computed = [WHOLE if self.gathered(index) else PARAM for index in range(len(layout.chunks))]
         for index, spec in enumerate(layout.chunks):
             for kind in {PARAM, self._computed[index]}:
                 store.add(kind, index, TORCH_DTYPES[spec.dtype])
+
+    # -- who else takes part --------------------------------------------------------------------------
+
+    def follow_writes_by(self, writes: FollowsWrites) -> None:
+        self._writes = writes
+
+    def complete_by(self, ranks: HasOthersElements) -> None:
+        self._ranks = ranks
+
+    def unbinds_after(self, one: StaysInPlace) -> None:
+        """It is told before parameters become placeholders, as long as it is there."""
+        self._in_place = weakref.ref(one)
+
+    def before_values(self) -> None:
+        """Before values are read or written by name."""
+        self._pending.settle_values()
+
+    def collect(self, member: int, flat: torch.Tensor) -> None:
+        """Completes a parameter's elements with those that other ranks have."""
+        if self._ranks is not None:
+            self._ranks.collect(member, flat)
 
     # -- what a chunk is made of ----------------------------------------------------------------------
 
@@ -226,9 +270,8 @@ class ModelData:
         """Before the chunk leaves: its parameters become loud placeholders."""
         if not self._known[index]:
             return
-        told = self.before_unbinding()
-        if told is not None:
-            told()
+        if (stays := self._in_place()) is not None:
+            stays.stop()
         chunk = self.computed(index)
         assert chunk.device is not None
         self.bound[index] = False  # first: whatever interrupts this, who needs them binds all of them again
@@ -343,15 +386,17 @@ class ModelData:
         if self.written(index):
             self._take_back(index, self._replaced(index))
             self._versions[index] = self._version(index)
-            self._carry_on(index, self.members[index])
+            self._follow(index, self.members[index])
 
-    def _carry_on(self, index: int, members: Sequence[int]) -> None:
+    def _follow(self, index: int, members: Sequence[int]) -> None:
         self.writes[index] += 1
-        if self.gathered(index):
-            self.adopt(index)
-        else:
+        gathered = self.gathered(index)
+        if not gathered:
             self.store.written(self.computed(index), "device")
-        self.carry_on(index, members)
+        if self._writes is not None:
+            if gathered:
+                self._writes.adopt(index)
+            self._writes.follow(index, members)
         for member in members:
             self.live.seen(member)
 
@@ -378,7 +423,7 @@ class ModelData:
         index = self.places[member].chunk
         if not self.bound[index] or self.written(index) or not self.live.found(member):
             return False
-        self._carry_on(index, [member])
+        self._follow(index, [member])
         return True
 
     def changed(self, members: Iterable[int]) -> None:
@@ -476,7 +521,7 @@ class ModelData:
         )
 
     def rebuild(self, handle: SavedWeight) -> torch.Tensor:
-        if self.memory[handle.member]._version != handle.version and not self.ever_newer:
+        if self.memory[handle.member]._version != handle.version and not self._pending.ahead_of_passes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.names[handle.member]}, of shape {list(handle.shape)}, was updated or written after forward had "

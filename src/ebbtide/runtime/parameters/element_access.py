@@ -40,7 +40,7 @@ def store_value(data: ModelData, member: int, value: torch.Tensor, kernels: Kern
     for chunk, tier in copies:
         data.store.written(chunk, tier)
     if any(tier == "ssd" for _, tier in copies):
-        data.written_on_ssd(place.chunk)
+        data.store.written_on_ssd(place.chunk)
 
 
 def _store(

@@ -8,6 +8,7 @@ sum rounds to what was written, except at zeros and infinities, where it would b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -69,15 +70,37 @@ class Displaced(Protocol):
     def away(self) -> set[int]: ...
 
 
+class Places(Protocol):
+    """Who brings a chunk to a tier, and keeps it there meanwhile."""
+
+    def placed(self, chunk: Chunk, tier: str) -> AbstractContextManager[None]: ...
+
+
 class Writes:
     """In chunks."""
 
-    def __init__(self, data: ModelData, kernels: Kernels, space: Displaced) -> None:
+    def __init__(self, data: ModelData, kernels: Kernels, space: Displaced, places: Places) -> None:
         """`kernels`: the host's."""
         self._data, self._store, self._kernels = data, data.store, kernels
-        self._space = space
+        self._space, self._places = space, places
 
-    def carry_on(self, index: int, members: Sequence[int]) -> None:
+    def adopt(self, index: int) -> None:
+        """The user has written to a gathered chunk: this rank's slice of it is what counts."""
+        store, whole, param = self._store, self._data.computed(index), self._data.parameter_chunk(index)
+        first = store.slicing.rank % store.crew(index) * param.size
+        # It may be on its way off the device for want of room: then nothing else is brought there.
+        tier = "device" if param.device is not None else store.near
+        whole.pins += 1
+        try:
+            with self._places.placed(param, tier):
+                mine = whole.view()[first : first + param.size]
+                for start, piece in param.slices(tier, 0, param.size):
+                    piece.copy_(mine[start : start + piece.numel()])
+                store.written(param, tier)
+        finally:
+            whole.pins -= 1
+
+    def follow(self, index: int, members: Sequence[int]) -> None:
         """These of a chunk's parameters were written in place."""
         data = self._data
         if ("master", index) not in self._store.chunks:
@@ -90,9 +113,9 @@ class Writes:
             )
         for member in members:
             if data.shares[member].numel:
-                self._carry_on(member)
+                self._follow_member(member)
 
-    def _carry_on(self, member: int) -> None:
+    def _follow_member(self, member: int) -> None:
         share, copies = self._data.shares[member], copies_of(self._data, member)
         if len(copies) < 2:
             return  # no master yet
@@ -103,7 +126,7 @@ class Writes:
             changed.append(self._follow(copies, share.offset + start, count, known))
         chunk, tier = copies[1]
         if any(changed) and tier == "ssd":
-            self._data.written_on_ssd(chunk.index)
+            self._store.written_on_ssd(chunk.index)
         elif any(changed):
             self._store.written(chunk, tier)
 

@@ -21,8 +21,8 @@ from ebbtide.errors import BudgetError
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.uses import least_room
 from ebbtide.runtime.distributed.gather import ChunkSharing
-from ebbtide.runtime.movement.eviction import Room
-from ebbtide.runtime.movement.executor import Executor
+from ebbtide.runtime.movement.eviction import STATE, Room
+from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.movement.state_placement import StatePlacement, StateStreaming
 from ebbtide.runtime.planning.calls import Call, with_sizes
 from ebbtide.runtime.planning.plan_cache import KnownInput, PlanCache
@@ -93,12 +93,13 @@ class BudgetShare:
         self._settle()
         return True
 
-    def give(self, short: int) -> None:
+    def give_room(self, short: int) -> bool:
         """Another engine needs so much more of the device. State is at rest but in an engine's own updates, so it may
         leave while a pass of this engine is under way."""
         if not self._fixed:
             self._device = max(0, self._device - self._homes.give_up(short))
             self._settle()
+        return not self._fixed
 
     def go_on(self) -> None:
         """A backward pass or an update begins. Of what others have in passes that began meanwhile the plan knows
@@ -119,18 +120,19 @@ class PlanChoice:
     def __init__(
         self,
         config: Config,
-        executor: Executor,
+        room: Room,
+        course: PlanCursor,
         traces: PlanCache,
         homes: StatePlacement,
         streaming: StateStreaming,
         imagining: SymbolicPasses,
         sharing: ChunkSharing | None,
     ) -> None:
-        self._room, self._course = executor.room, executor.course
+        self._room, self._course = room, course
         self._traces, self._homes, self._streaming = traces, homes, streaming
         self._imagining, self._sharing = imagining, sharing
         self.portion = BudgetShare(self._room, homes, traces, fixed=sharing is not None)
-        self._room.give_state = weakref.WeakMethod(self.portion.give)
+        self._room.add_giver(STATE, self.portion)
         self._in_backward = config.updates == "in-backward"
         self.roomy = self._room.ledger.device_alone and config.device.memory == "auto"
         """The device has all, and as much as there is."""

@@ -46,7 +46,7 @@ class Tracer:
         """Of what the meter sees, outputs of earlier passes: in forward, and in backward."""
         self._over: tuple[Record, Any, int] | None = None
         self._nodes = ByNode()
-        kept.claimed = self._claim
+        kept.watch_by(self)
 
     def begin(self) -> None:
         """The engine holds the model. What else is on a GPU by now (a teacher) lies beside the budget, which is of what
@@ -130,7 +130,7 @@ class Tracer:
         missing = self._unmanaged.missing_bytes() if isinstance(meter, AllocatorMeter) else 0
         return record.carrying(max(0, meter.alive() + missing - before))
 
-    def _claim(self, storage: int) -> None:
+    def claim(self, storage: int) -> None:
         """A gradient is kept as it is: no longer non-model data."""
         if isinstance(self._meter, StorageMeter):
             self._meter.disown(storage)
@@ -177,13 +177,19 @@ def imagine(
 
 class SymbolicPasses:
     def __init__(
-        self, module: nn.Module, data: ModelData, interceptor: Interceptor, unmanaged: Unmanaged, saved: bool
+        self,
+        module: nn.Module,
+        data: ModelData,
+        interceptor: Interceptor,
+        unmanaged: Unmanaged,
+        saved: bool,
+        obstacle: str,
     ) -> None:
-        """`saved`: activations may leave the device, so it is to be known which are saved."""
+        """`saved`: activations may leave the device, so it is to be known which are saved. `obstacle`: why passes cannot
+        be imagined, where that is known."""
         self._module, self._data, self._interceptor = module, data, interceptor
         self._unmanaged, self._saved = unmanaged, saved
-        self.obstacle = ""
-        """Why passes of this session cannot be imagined, where that is known."""
+        self.obstacle = obstacle
         self.note = ""
         """Why there was no trace, the last time."""
         self._told: set[str] = set()

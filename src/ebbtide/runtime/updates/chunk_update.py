@@ -24,7 +24,7 @@ from ebbtide.kernels import Guarded, Kernels, Operands, Rule
 from ebbtide.memory.chunk import Chunk, Slices, cut
 from ebbtide.runtime.gradients.destinations import InPlaceGradients
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
-from ebbtide.runtime.parameters.binding import ModelData, dense
+from ebbtide.runtime.parameters.binding import dense
 from ebbtide.runtime.parameters.param_groups import ParamGroups, Segment
 from ebbtide.runtime.updates.update_jobs import Bring, brought
 from ebbtide.runtime.updates.update_queue import UpdateQueue
@@ -84,7 +84,6 @@ class Part:
 class ChunkUpdates:
     def __init__(
         self,
-        data: ModelData,
         rule: Rule,
         kernels: Mapping[str, Kernels],
         places: FetchOnDemand,
@@ -93,7 +92,7 @@ class ChunkUpdates:
         param_groups: ParamGroups,
     ) -> None:
         """`kernels` by tier."""
-        self.data, self.store, self.kernels = data, data.store, kernels
+        self.data, self.store, self.kernels = places.data, places.store, kernels
         self.places, self.queue = places, queue
         self.kept, self.rule = kept, rule
         self.param_groups = param_groups

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from ebbtide.devices import Event, Stream
 from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.chunk_store import ChunkStore
 from ebbtide.memory.state_stream import StateStream
-from ebbtide.runtime.movement.state_placement import StateStreaming
 from ebbtide.runtime.updates.update_jobs import Bring, UpdateJob
 
 BEHIND = 2
@@ -25,6 +25,12 @@ class LockFreeUpdates(Protocol):
     def open(self, chunks: Sequence[int]) -> None:
         """These chunks are updated lock-free from now on, and no others; pending updates end."""
 
+    def tick(self) -> None:
+        """A moment begins."""
+
+    def drain(self) -> None:
+        """Waits until all that was handed over is in the values."""
+
 
 class UpdateQueue:
     """Runs jobs one after the other: on a thread of its own, or at once.
@@ -35,9 +41,8 @@ class UpdateQueue:
     backward is over.
     """
 
-    def __init__(self, background: bool, streaming: StateStreaming) -> None:
-        """`streaming`: where state comes from that is on SSD."""
-        self._background, self._streaming = background, streaming
+    def __init__(self, background: bool, store: ChunkStore) -> None:
+        self._background, self._store = background, store
         self.failed = ""
         """Why the weights are no longer those of any step: an update ended half-way."""
         self._lock_free: LockFreeUpdates | None = None
@@ -53,7 +58,7 @@ class UpdateQueue:
 
     @property
     def stream(self) -> StateStream | None:
-        return self._streaming.stream
+        return self._store.state_stream
 
     @property
     def ahead_of_passes(self) -> bool:
@@ -182,6 +187,23 @@ class UpdateQueue:
             self._pending = deque([*begun, *sorted(waiting, key=lambda job: place[job.index])])
             self._put_off.clear()
         self.wake()
+
+    def moment(self) -> None:
+        """A moment begins: settles what is over, and goes on with what passes do not wait for."""
+        self.collect()
+        if self._lock_free is not None:
+            self._lock_free.tick()
+
+    def drain(self) -> None:
+        """Waits for all of them, those included that passes do not wait for."""
+        if self._lock_free is not None:
+            self._lock_free.drain()
+        self.flush()
+
+    def settle_values(self) -> None:
+        """Before values are read or written by name: what passes do not wait for ends."""
+        if self._lock_free is not None:
+            self._lock_free.drain()
 
     def collect(self) -> None:
         """Settles what is over, and keeps state coming."""

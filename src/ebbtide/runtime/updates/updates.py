@@ -6,20 +6,21 @@ The sink holds gradients until the step; `in-backward` consumes them as they arr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from ebbtide.config import Config
 from ebbtide.errors import NonFiniteError, StateError, UnsupportedError, second_gradient
 from ebbtide.kernels import Guarded, Kernels, Rule, Scaling
 from ebbtide.memory.dtensors import part_like
 from ebbtide.planner.shape import WHOLE_GRAD
 from ebbtide.runtime.gradients.sink import GradientSink
 from ebbtide.runtime.gradients.stand_ins import is_led
-from ebbtide.runtime.movement.executor import Executor
-from ebbtide.runtime.movement.plan_cursor import REVERSING
-from ebbtide.runtime.parameters.binding import ModelData, laid_like
+from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
+from ebbtide.runtime.movement.plan_cursor import REVERSING, PlanCursor
+from ebbtide.runtime.parameters.binding import laid_like
 from ebbtide.runtime.parameters.param_groups import ParamGroups
 from ebbtide.runtime.updates.chunk_update import ChunkUpdates
 from ebbtide.runtime.updates.lock_free.policy import LockFree
@@ -59,37 +60,39 @@ class Sharded(Protocol):
 class Updates:
     def __init__(
         self,
-        data: ModelData,
         rule: Rule,
         kernels: Mapping[str, Kernels],
-        executor: Executor,
+        places: FetchOnDemand,
+        course: PlanCursor,
         queue: UpdateQueue,
-        in_backward: bool,
+        config: Config,
+        companions: OtherParts | None,
     ) -> None:
-        """`kernels` by tier."""
-        self.data, self.store = data, data.store
-        self.rule, self.kernels, self.executor, self.queue = rule, kernels, executor, queue
+        """`kernels` by tier. `companions`: those that have other parts of the model, or other stages."""
+        data = self.data = places.data
+        self.store, self.rule, self.kernels, self.queue = data.store, rule, kernels, queue
+        self._places, self._room, self._course, self._companions = places, places.room, course, companions
         self.param_groups = ParamGroups(data, rule)
-        self.sink = GradientSink(data, kernels, executor, self.param_groups)
-        self.chunks = ChunkUpdates(
-            data, rule, kernels, executor.places, queue, self.sink.in_place, self.param_groups
-        )
-        self.in_backward = in_backward
+        self.sink = GradientSink(kernels, places, course, queue, self.param_groups)
+        self.chunks = ChunkUpdates(rule, kernels, places, queue, self.sink.in_place, self.param_groups)
+        self.in_backward = config.updates == "in-backward"
+        self.sink.norm_wanted = not self.in_backward
+        self.stop_nonfinite = config.nonfinite == "stop"
+        self._scaled = config.precision == "fp16"
+        """Whether losses are scaled before backward."""
+        self.scale = 1.0
+        """What gradients are multiplied with in in-backward updates."""
         self.unwanted = False
         """What is held is being dropped, which whatever ended it early did not see to its end."""
         self.applied = 0
         """Updates applied so far (in-backward); counted first, for what ends one half-way is no step."""
-        self.stop_nonfinite = True
-        self.scaled = False
-        """Whether losses are scaled before backward (fp16)."""
-        self.scale = 1.0
-        """What gradients are multiplied with in in-backward updates."""
         self.lock_free: LockFree | None = None
         self.shares: Sharded | None = None
         """Where ranks share the chunks."""
-        self.companions: OtherParts | None = None
-        """Those that have other parts of the model, or other stages."""
         self._whole: dict[int, float] | None = None
+        for index, trained in enumerate(data.trained):
+            if trained:
+                self.add_chunk(index)
 
     def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the optimizer's live groups as they are now."""
@@ -103,14 +106,8 @@ class Updates:
                         "engine.optimizer.zero_grad()"
                     )
             if max(steps.group_of, default=-1) >= 0:
-                self.drain()  # what goes on has the groups as they were
+                self.queue.drain()  # what goes on has the groups as they were
         steps.groups, steps.group_of = groups, found
-
-    def add_chunks(self) -> None:
-        """Declares the chunks of every kind that training needs; nothing is allocated."""
-        for index, trained in enumerate(self.data.trained):
-            if trained:
-                self.add_chunk(index)
 
     def add_chunk(self, index: int) -> None:
         """The kinds that a trained chunk has beside its parameters."""
@@ -133,7 +130,7 @@ class Updates:
         if gradient is None or self.param_groups.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
-        if self.executor.course.phase != REVERSING:
+        if self._course.phase != REVERSING:
             self._refuse_stray(member)
         gradient = part_like(gradient, parameter).resolve_neg()
         self.sink.captured += 1
@@ -163,7 +160,7 @@ class Updates:
                 'forward keeps, the loss of another engine), and updates = "in-backward" would apply it at once. Add it '
                 'to the loss that comes from the pass, or use updates = "exact". It was dropped'
             )
-        if self.scaled and not is_led():
+        if self._scaled and not is_led():
             raise UnsupportedError(
                 f"{name} gets a gradient by no output of a pass of this engine, so without the loss scale of fp16: "
                 "add what it comes from to the loss, and call engine.backward(loss). It was dropped"
@@ -185,10 +182,10 @@ class Updates:
 
     def _sums(self) -> dict[int, float]:
         """The sum of squares of each gradient that arrived."""
-        if self.companions is None:
+        if self._companions is None:
             return self._sums_here()
         if self._whole is None:
-            self._whole = self.companions.complete(self._sums_here())
+            self._whole = self._companions.complete(self._sums_here())
         return self._whole
 
     def _sums_here(self) -> dict[int, float]:
@@ -215,8 +212,8 @@ class Updates:
         sums = [self.sink.squares[member] for member in self._in_order(arrived)]
         return self.kernels["device"].guarded(self.rule, sums, losses, scaling)
 
-    def apply(self, scale: float) -> None:
-        """Starts the update of every chunk that has gradients, in forward order."""
+    def apply(self, scale: float, updating: Callable[[int], None]) -> None:
+        """Starts the update of every chunk that has gradients, in forward order; `updating` is told before each."""
         if self.lock_free is not None:
             self.lock_free.begin_step(self.param_groups.groups)
         self.chunks.start_prelaunched(scale)
@@ -224,7 +221,7 @@ class Updates:
         for index in range(len(self.data.members)):
             members = self.sink.arrived_in(index)
             if members or (self.shares is not None and self.shares.updated(index)):
-                self.executor.updating(index)
+                updating(index)
             if members and index not in begun:
                 self._update(index, members, scale)
         if self.shares is not None:
@@ -262,11 +259,9 @@ class Updates:
             self.param_groups.counts[member] += 1
         self.data.changed(members)
 
-    def drain(self) -> None:
-        """Waits for updates that go on beside the computation."""
-        if self.lock_free is not None:
-            self.lock_free.drain()
-        self.queue.flush()
+    def reclaim(self, members: Iterable[int]) -> None:
+        """Parameters are about to be used whose space gradients may have."""
+        self.sink.parameter_space.reclaim(members)
 
     def discard(self) -> None:
         """Forgets the gradients; parameters whose space they took come back from the master."""
@@ -296,7 +291,7 @@ class Updates:
         """In-backward, state on the device: the gradient is consumed where autograd left it."""
         place = self.data.places[member]
         param = self.data.parameter_chunk(place.chunk)
-        with self.executor.places.placed(param, "device"):
+        with self._places.placed(param, "device"):
             flat = laid_like(gradient, place.shape, place.stride, param.dtype)
             self.sink.squares[member] = self.kernels["device"].sum_of_squares(flat)
             self._refuse_nonfinite(member)
@@ -313,7 +308,7 @@ class Updates:
             self._refuse_nonfinite(member)
         self.applied += len(members)
         self._update(index, members, self.scale)
-        self.queue.put_off(self.executor.room.spare() // self.store.chunks["grad", index].nbytes)
+        self.queue.put_off(self._room.spare() // self.store.chunks["grad", index].nbytes)
 
     def finish_backward(self) -> None:
         """In-backward: chunks where some parameter got no gradient still wait for their update."""
