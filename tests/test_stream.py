@@ -21,6 +21,7 @@ from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.disk.space import DiskSpace
 from ebbtide.memory.ssd_space import SsdSpace
 from ebbtide.memory.state_stream import StateStream
+from ebbtide.memory.tiers import Traffic
 from ebbtide.planner.sizes import SLOTS
 from ebbtide.runtime.updates.update_queue import UpdateQueue
 
@@ -41,7 +42,7 @@ def streaming(prefetch: bool = True, kept: int = 0) -> Iterator[StateStream]:
         stream = StateStream(
             space,
             [torch.empty(buffer, dtype=torch.uint8) for _ in range(SLOTS)],
-            {"ssd_read": 0, "ssd_write": 0},
+            Traffic(),
             prefetch,
             {0: [torch.empty(buffer, dtype=torch.uint8) for _ in range(kept)]} if kept else None,
         )
@@ -119,7 +120,7 @@ def test_a_detour_that_is_told_throws_nothing_away(done: int) -> None:
         pieces = sum(len(stream._space.group(index).pieces) for index in order)
         assert len(seen) == pieces and set(seen.values()) == {3}
         # The first time there was nothing on the disk; what is read ahead is of the next round.
-        moved = stream._moved
+        moved = stream._traffic.moved
         assert moved["ssd_write"] == 3 * pieces * PIECE
         assert moved["ssd_read"] <= (2 * pieces + SLOTS) * PIECE
 
@@ -169,7 +170,7 @@ def test_what_is_put_off_is_read_once_and_late(wanted: bool) -> None:
         stream.drain()
         stream.expect(order)
         assert not stream.put_off(order[0])  # it is being read
-        before, missed = stream._moved["ssd_read"], stream.misses
+        before, missed = stream._traffic.moved["ssd_read"], stream.misses
         for _ in range(3):
             update(stream, 5, seen)
             assert stream.put_off(2)
@@ -189,7 +190,7 @@ def test_what_is_put_off_is_read_once_and_late(wanted: bool) -> None:
         pieces = sum(len(stream._space.group(index).pieces) for index in order)
         assert stream.misses - missed == (3 * 3 if wanted else 0)
         assert set(seen.values()) == {4}
-        read = (stream._moved["ssd_read"] - before) // PIECE
+        read = (stream._traffic.moved["ssd_read"] - before) // PIECE
         assert 3 * pieces - SLOTS <= read <= 3 * pieces + SLOTS
 
 
@@ -203,7 +204,7 @@ def test_a_piece_that_nobody_expected_throws_one_buffer_away_at_most() -> None:
                 update(stream, index, seen)
         stream.drain()
         stream.advance()
-        before = stream._moved["ssd_read"]
+        before = stream._traffic.moved["ssd_read"]
         update(stream, 0, seen)
         for index in order:
             update(stream, index, seen)
@@ -211,7 +212,7 @@ def test_a_piece_that_nobody_expected_throws_one_buffer_away_at_most() -> None:
         stream.advance()  # as much is read ahead as before
         pieces = sum(len(stream._space.group(index).pieces) for index in order)
         assert stream.misses == 3
-        read = (stream._moved["ssd_read"] - before) // PIECE
+        read = (stream._traffic.moved["ssd_read"] - before) // PIECE
         assert pieces <= read <= pieces + stream.misses < pieces + SLOTS  # the others have no state yet
 
 

@@ -29,7 +29,7 @@ from ebbtide.forecast.doctor.machine_file import machine_toml
 from ebbtide.forecast.forecaster import Forecast, Forecaster, Workload
 from ebbtide.forecast.simulation.machine import Machine
 from ebbtide.forecast.simulation.outlook import Outlook, look
-from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
+from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.models import find_model
 
 LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)

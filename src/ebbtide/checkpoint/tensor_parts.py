@@ -107,7 +107,7 @@ def _state(session: Session, member: int, chunk: Chunk) -> TensorPart:
         if tier == "ssd":
             if not chunk.ssd_valid:
                 clear(space, chunk)
-                chunk.mark("ssd", True)
+                space.reserve_ssd(chunk, valid=True)
             poke(space, chunk, offset, found)
             session.store.written_on_ssd(place.chunk)
             return

@@ -15,15 +15,6 @@ from ebbtide.memory.host_space import HostFragment
 from ebbtide.memory.ssd_space import StoredRange
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 
-TIERS = ("device", "host", "ssd")
-TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE, WIRE = LINKS = (
-    "host_to_device",
-    "device_to_host",
-    "ssd_read",
-    "ssd_write",
-    "wire",
-)
-"""The wire's bytes are those that this rank sends to others."""
 GATHERED = (WHOLE, WHOLE_GRAD)
 """Kinds of all ranks' slices together; they are on the device alone, for a while."""
 PASSING = (PARAM, GRAD, *GATHERED)
@@ -56,6 +47,7 @@ class Chunk:
     host_valid: bool = False
     ssd_valid: bool = False
     pins: int = 0
+    """Leases that have not ended; written by them alone."""
     move: tuple[str, list[Event]] | None = None
     started: int = 0
     """The number of its last move, counted over all chunks."""
@@ -72,6 +64,10 @@ class Chunk:
     @property
     def free(self) -> bool:
         return not (self.device_valid or self.host_valid or self.ssd_valid)
+
+    def lease(self) -> Lease:
+        """Keeps the chunk on the device until the lease ends."""
+        return Lease(self)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -139,6 +135,30 @@ class Chunk:
                 begin = flat.storage_offset() + offset - fragment.start // self.dtype.itemsize
                 return flat.as_strided(shape, stride, begin)
         return None
+
+
+class Lease:
+    """A chunk that is in use stays on the device, until as many leases have ended as there were. One ends once."""
+
+    __slots__ = ("_chunk",)
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk: Chunk | None = chunk
+        chunk.pins += 1
+
+    def end(self) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.pins -= 1
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def __del__(self) -> None:
+        self.end()  # an interrupt came before anybody was given it
 
 
 def aligned(

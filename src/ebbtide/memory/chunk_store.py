@@ -1,26 +1,20 @@
-"""Whether the books of all chunks agree: copies, what they are marked as, and what is reserved for them.
-
-The copies of chunks, and the books about them: where there is one, which are good, and what room one takes.
+"""The chunks of a model: their copies on the tiers, the books about them, and their moves from one tier to the next.
 
 A chunk may have a copy on the device, on the host, and on SSD. A copy is *valid* when it holds the current value; of
 several valid ones all but one can be dropped without traffic. Writing makes the written copy the only valid one.
-
-Chunks that move: each copy's beginning and end, and the links between tiers.
 
 A move goes through `fetch`/`evict` (device and host) or `load`/`save` (SSD and the tier next to it), which start it, and
 `settle`, which ends it: until then the destination is reserved but not valid, so a move that fails leaves the source as
 it was and the books right.
 
-This module moves what it is told to and refuses what would break the books. It does not choose what to
-move or when: that is the executor's.
+The store moves what it is told to and refuses what would break the books. It does not choose what to move or when.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import torch
@@ -29,55 +23,22 @@ from ebbtide.devices.device import Backend, Event, wait_for_all
 from ebbtide.errors import IntegrityError, StateError
 from ebbtide.layout import ALONE, Layout, Slicing
 from ebbtide.memory.budget import Ledger
-from ebbtide.memory.chunk import (
-    GATHERED,
-    LINKS,
-    PASSING,
-    SSD_READ,
-    SSD_WRITE,
-    TIERS,
-    TO_DEVICE,
-    TO_HOST,
-    TORCH_DTYPES,
-    WIRE,
-    Chunk,
-)
+from ebbtide.memory.chunk import GATHERED, PASSING, TORCH_DTYPES, Chunk
 from ebbtide.memory.disk.space import DiskSpace
 from ebbtide.memory.host_space import HostSpace
+from ebbtide.memory.integrity import check_books
 from ebbtide.memory.ssd_space import SsdSpace
 from ebbtide.memory.state_stream import StateStream
+from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TIERS, TO_DEVICE, TO_HOST, WIRE, Traffic
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE
 from ebbtide.planner.sizes import piece_bytes
-
-
-def check_books(chunks: Iterable[Chunk], ledger: Ledger) -> None:
-    """Raises unless they do."""
-    ledger.check()
-    device = 0
-    for chunk in chunks:
-        device += chunk.nbytes if chunk.device is not None else 0
-        _check(chunk)
-    tags = ledger.tags["device"]
-    if device > ledger.reserved["device"] or device > sum(tags.values()):
-        raise IntegrityError(f"device copies hold {device} bytes, reserved are {sum(tags.values())}")
-
-
-def _check(chunk: Chunk) -> None:
-    if any(chunk.valid_on(tier) and getattr(chunk, tier) is None for tier in TIERS):
-        raise IntegrityError(f"{chunk} is marked valid on a tier where it has no copy")
-    if chunk.move is None and chunk.work is None and not chunk.free:
-        stale = [tier for tier in TIERS if getattr(chunk, tier) is not None and not chunk.valid_on(tier)]
-        if stale and chunk.kind != "param":
-            raise IntegrityError(f"{chunk} keeps a stale copy on {stale}")
-    if chunk.pins and chunk.device is None:
-        raise IntegrityError(f"{chunk} is pinned ({chunk.pins}) but not on the device")
 
 
 def _parameter_bytes(layout: Layout, slicing: Slicing) -> int:
     return sum(slicing.slice(chunk.size) * TORCH_DTYPES[chunk.dtype].itemsize for chunk in layout.chunks)
 
 
-class Copies:
+class ChunkStore:
     def __init__(
         self,
         layout: Layout,
@@ -97,6 +58,10 @@ class Copies:
         self.near = "host" if ledger.budgets["host"] else "device"
         """The tier next to SSD: the device itself where it is RAM and there is no other."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.traffic = Traffic()
+        self.state_stream: StateStream | None = None
+        """What optimizer state on SSD passes through, while some is there."""
+        self._moves = 0
         self.state_homes: list[str] = []
         """By chunk: the tier where its optimizer state lives. Placement decides, and writes it."""
         self._states: list[list[Chunk]] = [[] for _ in layout.chunks]
@@ -127,146 +92,6 @@ class Copies:
 
     def get(self, kind: str, index: int) -> Chunk:
         return self.chunks[kind, index]
-
-    # -- places ---------------------------------------------------------------------------------------
-
-    def reserve_ssd(self, chunk: Chunk) -> None:
-        """Gives the chunk a place on SSD, whatever is there."""
-        self._open(chunk, "ssd")
-
-    def written(self, chunk: Chunk, tier: str) -> None:
-        """The copy on `tier` was written: it is now the authoritative one. A parameter's stale host copy
-        keeps its place, for it will be filled again every iteration."""
-        chunk.device_valid, chunk.host_valid = tier == "device", tier == "host"
-        chunk.ssd_valid = tier == "ssd"
-        if chunk.kind != "param":
-            for other in TIERS:
-                if other != tier and getattr(chunk, other) is not None:
-                    self._close(chunk, other)
-
-    def _open(self, chunk: Chunk, tier: str) -> None:
-        if tier == "host":
-            if chunk.host is None:
-                chunk.host = self.host_space.acquire(chunk.kind, chunk.index, chunk.dtype)
-        elif tier == "ssd":
-            if chunk.ssd is None:
-                assert self.ssd_space is not None, "there is no SSD tier"
-                kinds = self.stored_with(chunk)
-                needed = self.ssd_space.needed(chunk.kind, chunk.index, chunk.size, kinds)
-                self.clear_ssd(needed)
-                chunk.ssd = self.ssd_space.acquire(chunk.kind, chunk.index, chunk.size, kinds)
-        elif chunk.device is None:
-            self.ledger.reserve("device", chunk.kind, chunk.nbytes)
-            try:
-                chunk.device = self.backend.allocate("device", chunk.nbytes)
-            except BaseException:
-                self.ledger.release("device", chunk.kind, chunk.nbytes)
-                raise
-            chunk.aliases = self.backend.aliases(chunk.device)
-
-    def vacate(self, chunk: Chunk) -> None:
-        """Gives up the place on SSD of a chunk that the tier next to it has, even while that is being updated."""
-        if chunk.ssd is not None and chunk.move is None and chunk.valid_on(self.near):
-            self._close(chunk, "ssd")
-
-    def clear_ssd(self, needed: int) -> None:
-        """Copies on SSD that are stale, or not the only ones, keep their places until others want them."""
-        for valid in (False, True):
-            for chunk in self.chunks.values():
-                if needed <= self.ledger.room("ssd"):
-                    return
-                spare = any(chunk.valid_on(tier) for tier in ("device", "host"))
-                left_alone = chunk.move is None and not chunk.worked_on and chunk.kind in ("param", "grad")
-                if chunk.ssd is not None and spare and left_alone and chunk.ssd_valid == valid:
-                    self._close(chunk, "ssd")
-
-    def stored_with(self, chunk: Chunk) -> list[tuple[str, torch.dtype]]:
-        """The kinds that lie together on SSD: all state of a chunk; parameters and gradients by themselves."""
-        if chunk.kind in ("param", "grad"):
-            return [(chunk.kind, chunk.dtype)]
-        return [
-            (kind, other.dtype)
-            for (kind, index), other in self.chunks.items()
-            if index == chunk.index and kind not in PASSING
-        ]
-
-    def _close(self, chunk: Chunk, tier: str) -> None:
-        if tier == "ssd":
-            chunk.ssd_valid = False
-            if chunk.ssd is not None:
-                assert self.ssd_space is not None
-                chunk.ssd = None
-                self.ssd_space.release(chunk.kind, chunk.index)
-        elif tier == "host":
-            chunk.host_valid = False
-            if chunk.host is not None:
-                for event in chunk.pending:
-                    event.synchronize()
-                chunk.pending = []
-                chunk.host = None
-                self.host_space.release(chunk.kind, chunk.index, chunk.dtype)
-        else:
-            chunk.device_valid = False
-            if chunk.device is not None:
-                memory, chunk.device = chunk.device, None
-                self.backend.free("device", memory)
-                self.ledger.release("device", chunk.kind, chunk.nbytes)
-
-    # -- questions ------------------------------------------------------------------------------------
-
-    def room_needed(self, chunk: Chunk, tier: str) -> int:
-        """Bytes that a copy on `tier` (device or host) would reserve now."""
-        if tier == "host":
-            return (
-                0 if chunk.host is not None else self.host_space.needed(chunk.index, chunk.dtype, chunk.kind)
-            )
-        return 0 if chunk.device is not None else chunk.nbytes
-
-    def only_here(self, chunk: Chunk) -> bool:
-        """Whether the device's copy would have to be moved to make room."""
-        return chunk.device_valid and not chunk.host_valid and chunk.kind != WHOLE
-
-    def in_use(self, chunk: Chunk) -> bool:
-        """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running
-        backward operator, a view that somebody keeps); or a graph wants it as it is."""
-        if chunk.pins or chunk.worked_on or (chunk.kind in (PARAM, WHOLE) and self.graphs):
-            return True
-        return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases
-
-    def check_integrity(self) -> None:
-        """Raises unless copies, validity, reservations and the back end's own count agree."""
-        check_books(self.chunks.values(), self.ledger)
-        self.host_space.check()
-        if self.ssd_space is not None:
-            self.ssd_space.check()
-
-
-@dataclass
-class Traffic:
-    """What has been moved; `moved` in bytes by link."""
-
-    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
-    fetches: int = 0
-    evictions: int = 0
-    drops: int = 0
-    stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
-    """Seconds that the host waited for a move, by link."""
-
-
-class ChunkStore(Copies):
-    def __init__(
-        self,
-        layout: Layout,
-        backend: Backend,
-        ledger: Ledger,
-        disk: DiskSpace | None = None,
-        slicing: Slicing = ALONE,
-    ) -> None:
-        super().__init__(layout, backend, ledger, disk, slicing)
-        self.traffic = Traffic()
-        self.state_stream: StateStream | None = None
-        """What optimizer state on SSD passes through, while some is there."""
-        self._moves = 0
 
     # -- copies ---------------------------------------------------------------------------------------
 
@@ -362,7 +187,7 @@ class ChunkStore(Copies):
         chunk.move = (WIRE, [event])
         self._moves += 1
         chunk.started = self._moves
-        self.traffic.moved[WIRE] += sent
+        self.traffic.count(WIRE, sent, chunk.index)
 
     def load(self, chunk: Chunk) -> None:
         """Starts bringing the chunk from SSD to the tier next to it."""
@@ -405,7 +230,7 @@ class ChunkStore(Copies):
             raise
         self._moves += 1
         chunk.started = self._moves
-        self.traffic.moved[link] += chunk.nbytes
+        self.traffic.count(link, chunk.nbytes, chunk.index)
 
     def _outlast_all(self) -> None:
         self.backend.synchronize()
@@ -503,3 +328,134 @@ class ChunkStore(Copies):
         """Chunks that are on their way over a link, in the order in which they set out."""
         found = [c for c in self.chunks.values() if c.move is not None and c.move[0] == link]
         return sorted(found, key=lambda chunk: chunk.started)
+
+    # -- places ---------------------------------------------------------------------------------------
+
+    def reserve_ssd(self, chunk: Chunk, valid: bool = False) -> None:
+        """Gives the chunk a place on SSD, whatever is there; `valid`: it is about to be written, and counts."""
+        self._open(chunk, "ssd")
+        chunk.ssd_valid |= valid
+
+    def written(self, chunk: Chunk, tier: str) -> None:
+        """The copy on `tier` was written: it is now the authoritative one. A parameter's stale host copy
+        keeps its place, for it will be filled again every iteration."""
+        chunk.device_valid, chunk.host_valid = tier == "device", tier == "host"
+        chunk.ssd_valid = tier == "ssd"
+        if chunk.kind != "param":
+            for other in TIERS:
+                if other != tier and getattr(chunk, other) is not None:
+                    self._close(chunk, other)
+
+    def _open(self, chunk: Chunk, tier: str) -> None:
+        if tier == "host":
+            if chunk.host is None:
+                chunk.host = self.host_space.acquire(chunk.kind, chunk.index, chunk.dtype)
+        elif tier == "ssd":
+            if chunk.ssd is None:
+                assert self.ssd_space is not None, "there is no SSD tier"
+                kinds = self.stored_with(chunk)
+                needed = self.ssd_space.needed(chunk.kind, chunk.index, chunk.size, kinds)
+                self.clear_ssd(needed)
+                chunk.ssd = self.ssd_space.acquire(chunk.kind, chunk.index, chunk.size, kinds)
+        elif chunk.device is None:
+            self.ledger.reserve("device", chunk.kind, chunk.nbytes)
+            try:
+                chunk.device = self.backend.allocate("device", chunk.nbytes)
+            except BaseException:
+                self.ledger.release("device", chunk.kind, chunk.nbytes)
+                raise
+            chunk.aliases = self.backend.aliases(chunk.device)
+
+    def updated_on_ssd(self, index: int) -> None:
+        """What SSD has of a chunk's state is the newest: updates have streamed it."""
+        for state in self.state_chunks(index):
+            state.ssd_valid = True
+
+    def outdate(self, chunk: Chunk) -> None:
+        """What the device has of a gathered chunk is out of date, and is about to be gathered again."""
+        chunk.device_valid = False
+
+    def vacate(self, chunk: Chunk) -> None:
+        """Gives up the place on SSD of a chunk that the tier next to it has, even while that is being updated."""
+        if chunk.ssd is not None and chunk.move is None and chunk.valid_on(self.near):
+            self._close(chunk, "ssd")
+
+    def clear_ssd(self, needed: int) -> None:
+        """Copies on SSD that are stale, or not the only ones, keep their places until others want them."""
+        for valid in (False, True):
+            for chunk in self.chunks.values():
+                if needed <= self.ledger.room("ssd"):
+                    return
+                spare = any(chunk.valid_on(tier) for tier in ("device", "host"))
+                left_alone = chunk.move is None and not chunk.worked_on and chunk.kind in ("param", "grad")
+                if chunk.ssd is not None and spare and left_alone and chunk.ssd_valid == valid:
+                    self._close(chunk, "ssd")
+
+    def stored_with(self, chunk: Chunk) -> list[tuple[str, torch.dtype]]:
+        """The kinds that lie together on SSD: all state of a chunk; parameters and gradients by themselves."""
+        if chunk.kind in ("param", "grad"):
+            return [(chunk.kind, chunk.dtype)]
+        return [
+            (kind, other.dtype)
+            for (kind, index), other in self.chunks.items()
+            if index == chunk.index and kind not in PASSING
+        ]
+
+    def _close(self, chunk: Chunk, tier: str) -> None:
+        if tier == "ssd":
+            chunk.ssd_valid = False
+            if chunk.ssd is not None:
+                assert self.ssd_space is not None
+                chunk.ssd = None
+                self.ssd_space.release(chunk.kind, chunk.index)
+        elif tier == "host":
+            chunk.host_valid = False
+            if chunk.host is not None:
+                for event in chunk.pending:
+                    event.synchronize()
+                chunk.pending = []
+                chunk.host = None
+                self.host_space.release(chunk.kind, chunk.index, chunk.dtype)
+        else:
+            chunk.device_valid = False
+            if chunk.device is not None:
+                memory, chunk.device = chunk.device, None
+                self.backend.free("device", memory)
+                self.ledger.release("device", chunk.kind, chunk.nbytes)
+
+    # -- questions ------------------------------------------------------------------------------------
+
+    def room_needed(self, chunk: Chunk, tier: str) -> int:
+        """Bytes that a copy on `tier` (device or host) would reserve now."""
+        if tier == "host":
+            return (
+                0 if chunk.host is not None else self.host_space.needed(chunk.index, chunk.dtype, chunk.kind)
+            )
+        return 0 if chunk.device is not None else chunk.nbytes
+
+    def only_here(self, chunk: Chunk) -> bool:
+        """Whether the device's copy would have to be moved to make room."""
+        return chunk.device_valid and not chunk.host_valid and chunk.kind != WHOLE
+
+    def in_use(self, chunk: Chunk) -> bool:
+        """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running
+        backward operator, a view that somebody keeps); or a graph wants it as it is."""
+        if chunk.pins or chunk.worked_on or (chunk.kind in (PARAM, WHOLE) and self.graphs):
+            return True
+        return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases
+
+    def check_integrity(self) -> None:
+        """Raises unless copies, validity, reservations and the back end's own count agree."""
+        check_books(self.chunks.values(), self.ledger)
+        self.host_space.check()
+        if self.ssd_space is not None:
+            self.ssd_space.check()
+
+    def release(self) -> None:
+        """All memory goes back to the tiers, when nothing reads or writes it: an interrupt may have come between a
+        request's start and its note."""
+        if self.ssd_space is not None:
+            self.ssd_space.disk.synchronize()
+        for chunk in self.chunks.values():
+            chunk.pins = 0  # of leases that a pass left, which nobody ends
+            self.free(chunk)

@@ -21,8 +21,8 @@ import torch
 from ebbtide.devices import Backend, Event, Stream
 from ebbtide.devices.cpu_device import OVER
 from ebbtide.devices.device import wait_for_all
-from ebbtide.memory.chunk import TO_DEVICE, TO_HOST
 from ebbtide.memory.disk.space import DiskSpace, Extent
+from ebbtide.memory.tiers import TO_DEVICE, TO_HOST
 from ebbtide.planner.sizes import PASSAGE, PASSING
 
 Piece = tuple[Extent, int, int]

@@ -24,9 +24,9 @@ import torch
 
 from ebbtide.devices.device import Event, wait_for_all
 from ebbtide.errors import IntegrityError
-from ebbtide.memory.chunk import SSD_READ, SSD_WRITE
 from ebbtide.memory.disk.space import Extent
 from ebbtide.memory.ssd_space import Group, SsdSpace, offsets
+from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, Traffic
 
 Key = tuple[int, int]
 """(chunk, first element)."""
@@ -54,15 +54,15 @@ class StateStream:
         self,
         space: SsdSpace,
         slots: Sequence[torch.Tensor],
-        moved: dict[str, int],
+        traffic: Traffic,
         prefetch: bool = True,
         kept: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
-        """`moved` counts the bytes that are read and written. Without `prefetch` each piece is read when it is wanted,
+        """`traffic` counts the bytes that are read and written. Without `prefetch` each piece is read when it is wanted,
         and written before the next. `kept`: by chunk, buffers for its first pieces, which stay in them."""
         self._space = space
         self._prefetch = prefetch
-        self._moved = moved
+        self._traffic = traffic
         self._lock = threading.Lock()
         self._free = [Slot(memory) for memory in slots]
         self._ahead: OrderedDict[Key, Slot] = OrderedDict()
@@ -183,7 +183,7 @@ class StateStream:
                 raise failed
             for key, slot in behind:
                 slot.changed = False
-                self._moved[SSD_WRITE] += slot.used
+                self._traffic.count(SSD_WRITE, slot.used, key[0])
                 self._updated.add(key)
 
     def _kept_of(self, index: int | None) -> list[tuple[Key, Slot]]:
@@ -242,7 +242,7 @@ class StateStream:
             elif changed:
                 assert slot.extent is not None
                 slot.events = [self._space.disk.write(slot.extent, [slot.memory[: slot.used]])]
-                self._moved[SSD_WRITE] += slot.used
+                self._traffic.count(SSD_WRITE, slot.used, slot.key[0])
                 self._writing.append(slot)
                 self._updated.add(slot.key)
             else:
@@ -268,7 +268,7 @@ class StateStream:
         assert slot.extent is not None
         if key in self._updated:
             slot.events = [self._space.disk.read(slot.extent, [slot.memory[: slot.used]])]
-            self._moved[SSD_READ] += slot.used
+            self._traffic.count(SSD_READ, slot.used, key[0])
             return
         known = self._known.get(key[0])
         if known is None:
@@ -279,7 +279,7 @@ class StateStream:
         for (kind, _), start, end in zip(group.kinds, starts, starts[1:], strict=False):
             if kind in known:
                 slot.events.append(self._space.disk.read(slot.extent, [slot.memory[start:end]], start))
-                self._moved[SSD_READ] += end - start
+                self._traffic.count(SSD_READ, end - start, key[0])
             else:
                 ctypes.memset(slot.memory.data_ptr() + start, 0, end - start)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -129,7 +128,7 @@ class Parts:
         self.release_hosted()
 
     def _give_memory_back(self) -> None:
-        _release(self.store)
+        self.store.release()
         if self.sharing is not None:
             self.sharing.close()
         self.room.peers.discard(self.room)
@@ -189,7 +188,7 @@ def build(
     spared += sharing.reductions.extra() if sharing is not None else 0
     check_fit(ledger, config, shape_of(data, updates), spared)
     interceptor = Interceptor(module, parameters, runs, units, executor, updates.sink.stand_ins.cover)
-    for handle in HostModules(choice.hosted.values(), backend.device, store.traffic.moved).handles:
+    for handle in HostModules(choice.hosted.values(), backend.device, store.traffic).handles:
         interceptor.keep(handle)
     dispatchers = _dispatch(layers, sharing, executor, interceptor)
 
@@ -246,7 +245,7 @@ def build(
         gathered_experts=gathered,
         release_hosted=release_hosted,
     )
-    when_gone(executor, partial(_release, store))
+    when_gone(executor, store.release)
     return parts
 
 
@@ -302,13 +301,3 @@ def _obstacle(companions: ModelParallel | None, dispatchers: Sequence[TokenExcha
     if companions is not None and companions.split:
         return "tensor parallelism has split the model: its collectives cannot be imagined"
     return "experts are spread over ranks: how many tokens come is not known before" if dispatchers else ""
-
-
-def _release(store: ChunkStore) -> None:
-    """All memory of a store goes back to its tiers, when nothing reads or writes it: an interrupt may have come between
-    a request's start and its note."""
-    if store.ssd_space is not None:
-        store.ssd_space.disk.synchronize()
-    for chunk in store.chunks.values():
-        chunk.pins = 0
-        store.free(chunk)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 SMALLEST = 64 << 10
 """Bytes of a storage below which a copy is not worth its overhead."""
 _CHECKPOINT = torch.utils.checkpoint.CheckpointFunction.forward.__code__.co_filename
-_OURS = __file__.removesuffix("tracing/saved.py")
+_OURS = str(Path(__file__).parents[1])
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _DEPTH = 3
 """Frames between a hook and the wrapper that saves a region's inputs, one to spare."""

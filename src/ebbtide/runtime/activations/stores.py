@@ -15,10 +15,10 @@ import torch
 
 from ebbtide.devices.device import Event
 from ebbtide.errors import BudgetError, IntegrityError
-from ebbtide.memory.chunk import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.memory.chunk_store import ChunkStore
 from ebbtide.memory.disk.space import Extent
 from ebbtide.memory.ssd_passage import Passage
+from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.planner.activation_trips import ActivationTrips
 from ebbtide.planner.sizes import BLOCK, PASSAGE, PASSING, passage_slot
 from ebbtide.units import round_up
@@ -80,7 +80,7 @@ class HostStore:
     links = (TO_HOST, TO_DEVICE)
 
     def __init__(self, store: ChunkStore, clear: Clear) -> None:
-        self._backend, self._ledger, self._moved = store.backend, store.ledger, store.traffic.moved
+        self._backend, self._ledger, self._traffic = store.backend, store.ledger, store.traffic
         self._clear = clear
         self._quota = 0
         """Bytes that are reserved for what the plan will send."""
@@ -106,12 +106,12 @@ class HostStore:
             self._ledger.reserve("host", TAG, count)
         self._held += count
         memory = self._backend.allocate("host", count)
-        self._moved[TO_HOST] += count
+        self._traffic.count(TO_HOST, count)
         return StoredActivation(self, number, count, self._backend.copy(memory, flat, TO_HOST), memory)
 
     def fetch(self, copy: StoredActivation, flat: torch.Tensor) -> Event:
         assert copy.memory is not None
-        self._moved[TO_DEVICE] += copy.nbytes
+        self._traffic.count(TO_DEVICE, copy.nbytes)
         return self._backend.copy(flat, copy.memory, TO_DEVICE)
 
     def release(self, copy: StoredActivation) -> None:
@@ -253,7 +253,7 @@ class SsdStore:
     def _count(self, count: int, *links: str) -> None:
         for link in links:
             if self._staged or link in (SSD_READ, SSD_WRITE):
-                self._store.traffic.moved[link] += count
+                self._store.traffic.count(link, count)
 
     def release(self, copy: StoredActivation) -> None:
         self._used -= 1

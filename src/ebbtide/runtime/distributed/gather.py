@@ -24,8 +24,9 @@ from ebbtide.errors import BudgetError, RanksError
 from ebbtide.kernels import Kernels
 from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
-from ebbtide.memory.chunk import WIRE, Chunk
+from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunk_access import copy_out, portions
+from ebbtide.memory.tiers import WIRE
 from ebbtide.planner.shape import WHOLE
 from ebbtide.runtime.distributed.agreement import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
 from ebbtide.runtime.distributed.collective_cache import CollectiveCache
@@ -45,24 +46,16 @@ APART = 4096
 class _Gathering:
     """The end of a gather; the slice that is sent stays where it is until then."""
 
-    __slots__ = ("_source", "_work")
+    __slots__ = ("_lease", "_work")
 
     def __init__(self, work: Pending, source: Chunk) -> None:
-        self._work, self._source = work, source
-        source.pins += 1
+        self._work, self._lease = work, source.lease()
 
     def wait(self) -> None:
-        try:
+        with self._lease:
             self._work.wait()
-        finally:
-            self.release()
 
     synchronize = wait
-
-    def release(self) -> None:
-        if self._source is not None:
-            self._source.pins -= 1
-            self._source = None  # type: ignore[assignment]
 
     def done(self) -> bool:
         return self._work.done()
@@ -164,7 +157,7 @@ class ChunkSharing:
         """Rows go to their experts, or come back: how many from and to each rank. Bytes that were sent to others."""
         self.meet(TOKENS, exchange)
         count = self.ranks.swap(received, rows, came, sent)
-        self._store.traffic.moved[WIRE] += count
+        self._store.traffic.count(WIRE, count)
         return count
 
     def _serve(self, wish: Wish) -> tuple[int, int] | None:
@@ -267,7 +260,7 @@ class ChunkSharing:
         except BudgetError:
             if not self._gather_beside(source, crew, range(crew.size)):
                 raise
-        self._store.traffic.moved[WIRE] += (crew.size - 1) * source.nbytes
+        self._store.traffic.count(WIRE, (crew.size - 1) * source.nbytes, index)
 
     def _gather(self, index: int, wanting: Sequence[int]) -> None:
         """`wanting`: of all ranks."""

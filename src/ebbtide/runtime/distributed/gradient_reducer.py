@@ -38,8 +38,9 @@ import torch
 from ebbtide.devices import Event
 from ebbtide.devices.device import wait_for_all
 from ebbtide.kernels import Kernels
-from ebbtide.memory.chunk import GATHERED, WIRE, Chunk
+from ebbtide.memory.chunk import GATHERED, Chunk
 from ebbtide.memory.chunk_store import ChunkStore
+from ebbtide.memory.tiers import WIRE
 from ebbtide.planner.shape import GRAD, WHOLE_GRAD
 from ebbtide.runtime.distributed.rank_groups import Exchanges, RankGroup
 from ebbtide.runtime.movement.eviction import EXCHANGE
@@ -291,7 +292,7 @@ class GradientReducer:
         else:
             size = current.crew.size
             count = current.whole.nbytes // size * (size - 1)
-            self._store.traffic.moved[WIRE] += count
+            self._store.traffic.count(WIRE, count, current.index)
         if failed is not None:
             raise failed
 
@@ -394,8 +395,7 @@ class GradientReducer:
         if first:
             self._places.room.make_for(grad, "device")
             self._store.allocate(grad, "device")
-        self._places.hold(grad)
-        try:
+        with self._places.hold(grad):
             view, scale = grad.view(), 1.0 / size
             part = received[: view.numel()]
             if self.in_slices:  # they are added up
@@ -406,5 +406,3 @@ class GradientReducer:
                 self._kernels.sum_ranks(part, received, scale)
                 self._kernels.capture(view, part, True)
             self._store.written(grad, "device")
-        finally:
-            grad.pins -= 1

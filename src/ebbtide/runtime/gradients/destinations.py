@@ -31,8 +31,9 @@ import torch
 from ebbtide.devices.pool import users
 from ebbtide.kernels import Kernels
 from ebbtide.memory.budget import Ledger
-from ebbtide.memory.chunk import TO_HOST, Chunk, Slices, aligned, cut
+from ebbtide.memory.chunk import Chunk, Slices, aligned, cut
 from ebbtide.memory.chunk_access import peek, portions
+from ebbtide.memory.tiers import TO_HOST
 from ebbtide.planner.shape import GRAD
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
@@ -159,7 +160,7 @@ class HostDirect:
         """Copies or adds a gradient to the chunk's host copy; the sum of squares of the result."""
         start = time.perf_counter()
         found = self._move(chunk, place, gradient, add)
-        self._store.traffic.moved[TO_HOST] += place.numel * chunk.dtype.itemsize
+        self._store.traffic.count(TO_HOST, place.numel * chunk.dtype.itemsize, chunk.index)
         self._store.traffic.stalls[TO_HOST] += time.perf_counter() - start  # nothing is computed meanwhile
         return found
 

@@ -9,7 +9,8 @@ from weakref import WeakSet
 
 from ebbtide.errors import BudgetError
 from ebbtide.memory.budget import AVERAGE, SNAPSHOT
-from ebbtide.memory.chunk import PASSING, SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Chunk
+from ebbtide.memory.chunk import PASSING, Chunk
+from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE
 from ebbtide.planner.eviction import Candidate, choose
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor

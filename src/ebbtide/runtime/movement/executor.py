@@ -14,7 +14,8 @@ import threading
 import torch
 
 from ebbtide.devices.real_memory import on_real_memory
-from ebbtide.memory.chunk import SSD_READ, Chunk
+from ebbtide.memory.chunk import Chunk, Lease
+from ebbtide.memory.tiers import SSD_READ
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
 from ebbtide.planner.shape import WHOLE
@@ -42,6 +43,8 @@ class Executor:
         self.recorder: Recorder | None = None
         self._wanted: list[tuple[Chunk, bool]] = []
         """Moves that the plan has for chunks that are being updated: (chunk, whether it comes)."""
+        self._leases: dict[int, list[Lease]] = {}
+        """By run that is in use: its chunks are."""
         self._reversing: list[int] = []
 
     # -- events ---------------------------------------------------------------------------------------
@@ -164,8 +167,8 @@ class Executor:
         with self.lock:
             self._reversing = []
             self.states.drop()
-            for index in range(len(self.data.members)):
-                self.data.computed(index).pins = self.places.residing[index]
+            for run in list(self._leases):
+                self._end_leases(run)
 
     def _after_forward(self) -> State:
         return State.HOLD_AFTER_FWD if self.course.phase != IDLE else State.HOLD
@@ -294,15 +297,12 @@ class Executor:
         if self.states.access(run):
             if self.recorder is not None:
                 self.recorder.begin(run, phase)
-            done: list[Chunk] = []
+            leases = self._leases[run] = []
             try:
                 for index in self.data.run_chunks[run]:
-                    chunk = self.data.computed(index)
-                    self.places.hold(chunk)
-                    done.append(chunk)
+                    leases.append(self.places.hold(self.data.computed(index)))
             except BaseException:
-                for chunk in done:
-                    chunk.pins -= 1
+                self._end_leases(run)
                 self.states.release(run, State.HOLD)
                 raise
 
@@ -310,8 +310,11 @@ class Executor:
         if self.states.release(run, target):
             if self.recorder is not None:
                 self.recorder.end(run)
-            for index in self.data.run_chunks[run]:
-                self.data.computed(index).pins -= 1
+            self._end_leases(run)
+
+    def _end_leases(self, run: int) -> None:
+        for lease in self._leases.pop(run, ()):
+            lease.end()
 
     def _sweep(self, everything: bool = False) -> None:
         """Releases the runs whose weights no backward operator looks at any more."""

@@ -9,7 +9,8 @@ import torch
 
 from ebbtide.devices import Event
 from ebbtide.errors import BudgetError
-from ebbtide.memory.chunk import SSD_WRITE, TIERS, TO_DEVICE, Chunk
+from ebbtide.memory.chunk import Chunk, Lease
+from ebbtide.memory.tiers import SSD_WRITE, TIERS, TO_DEVICE
 from ebbtide.planner.shape import PARAM, WHOLE
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
@@ -37,10 +38,10 @@ class FetchOnDemand:
         assert self._gathers is not None
         self._gathers.gather(index)
 
-    def hold(self, chunk: Chunk) -> None:
-        """Pins a chunk on the device, bringing it there first. Undo by taking one pin off."""
+    def hold(self, chunk: Chunk) -> Lease:
+        """Brings a chunk to the device, where it stays until the lease ends."""
         self.bring(chunk)
-        chunk.pins += 1
+        return chunk.lease()
 
     def bring(self, chunk: Chunk) -> None:
         """Makes the chunk's device copy valid and, for parameters, bound."""
@@ -76,21 +77,21 @@ class FetchOnDemand:
     @contextmanager
     def resident(self) -> Iterator[None]:
         """All parameters are on the device, and stay there meanwhile."""
-        held: list[int] = []
+        held: list[tuple[int, Lease]] = []
         short = self.short_of_all()  # before chunks take of the level, as they may while it is a guess
         try:
             for index in range(len(self.data.members)):
                 try:
-                    self.hold(self.data.computed(index))
+                    lease = self.hold(self.data.computed(index))
                 except BudgetError as error:
                     raise self._too_many(error, short) from error
                 self.residing[index] += 1
-                held.append(index)
+                held.append((index, lease))
             yield
         finally:
-            for index in held:
+            for index, lease in held:
                 self.residing[index] -= 1
-                self.data.computed(index).pins -= 1
+                lease.end()
 
     def short_of_all(self) -> int:
         """Bytes that the device is too small by for all parameters beside what is computed."""
@@ -119,11 +120,8 @@ class FetchOnDemand:
     def placed(self, chunk: Chunk, tier: str) -> Iterator[None]:
         """Makes a chunk's copy on `tier` valid, quiet on the host, and keeps it there meanwhile."""
         if tier == "device":
-            self.hold(chunk)
-            try:
+            with self.hold(chunk):
                 yield
-            finally:
-                chunk.pins -= 1
         else:
             self.settle_on_host(chunk)
             yield
@@ -201,7 +199,7 @@ class FetchOnDemand:
         """They have changed: what is pinned of the gathered chunk is filled again."""
         whole = self.data.computed(index)
         if whole.kind == WHOLE and whole.pins:
-            whole.mark("device", False)
+            self.store.outdate(whole)
             self.gather(index)
             self.store.settle(whole)
 

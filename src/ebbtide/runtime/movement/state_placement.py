@@ -60,7 +60,7 @@ class StateStreaming:
             self.close()
             raise
         self.kept = dict(kept)
-        store.state_stream = StateStream(store.ssd_space, slots, store.traffic.moved, self._background, own)
+        store.state_stream = StateStream(store.ssd_space, slots, store.traffic, self._background, own)
         for index in chunks:
             store.written_on_ssd(index)
 
@@ -200,8 +200,7 @@ class StatePlacement:
     def give_place(self, master: Chunk, home: str) -> None:
         """For a master whose values are about to be written."""
         if home == "ssd":
-            self._store.reserve_ssd(master)
-            master.mark("ssd", True)
+            self._store.reserve_ssd(master, valid=True)
         else:
             self._places.allocate(master, home)
 

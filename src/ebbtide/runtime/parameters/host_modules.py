@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ebbtide.errors import ConfigError, nearest
+from ebbtide.memory.tiers import Traffic
 
 
 def find_hosted(module: nn.Module, patterns: Collection[str]) -> dict[str, nn.Module]:
@@ -40,9 +41,9 @@ def find_hosted(module: nn.Module, patterns: Collection[str]) -> dict[str, nn.Mo
 class HostModules:
     """The hooks that carry inputs and outputs over, and count them."""
 
-    def __init__(self, modules: Collection[nn.Module], device: torch.device, moved: dict[str, int]) -> None:
+    def __init__(self, modules: Collection[nn.Module], device: torch.device, traffic: Traffic) -> None:
         self._device = device
-        self._moved = moved
+        self._traffic = traffic
         self.handles: list[Any] = []
         for module in modules:
             self.handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
@@ -66,6 +67,6 @@ class HostModules:
         """The tensor's way, and its gradient's way back."""
         if isinstance(tensor, torch._subclasses.FakeTensor):
             return
-        self._moved[there] += tensor.nbytes
+        self._traffic.count(there, tensor.nbytes)
         if tensor.requires_grad:
-            self._moved[back] += tensor.nbytes
+            self._traffic.count(back, tensor.nbytes)

@@ -90,15 +90,11 @@ class Writes:
         first = store.slicing.rank % store.crew(index) * param.size
         # It may be on its way off the device for want of room: then nothing else is brought there.
         tier = "device" if param.device is not None else store.near
-        whole.pins += 1
-        try:
-            with self._places.placed(param, tier):
-                mine = whole.view()[first : first + param.size]
-                for start, piece in param.slices(tier, 0, param.size):
-                    piece.copy_(mine[start : start + piece.numel()])
-                store.written(param, tier)
-        finally:
-            whole.pins -= 1
+        with whole.lease(), self._places.placed(param, tier):
+            mine = whole.view()[first : first + param.size]
+            for start, piece in param.slices(tier, 0, param.size):
+                piece.copy_(mine[start : start + piece.numel()])
+            store.written(param, tier)
 
     def follow(self, index: int, members: Sequence[int]) -> None:
         """These of a chunk's parameters were written in place."""

@@ -251,7 +251,7 @@ class ChunkUpdates:
 
     def _finishing(self, index: int, owned: Sequence[Chunk], lent: Sequence[int]) -> Callable[[bool], None]:
         """The books of an update beside the computation. `owned`: its parameters, then its gradients."""
-        states = self.store.state_chunks(index) if self.store.state_homes[index] == "ssd" else []
+        streamed = self.store.state_homes[index] == "ssd"
 
         def finish(done: bool) -> None:
             for chunk in owned:
@@ -262,8 +262,8 @@ class ChunkUpdates:
             self.kept.give_back(lent)
             if not done:
                 return
-            for state in states:
-                state.mark("ssd", True)
+            if streamed:
+                self.store.updated_on_ssd(index)
             self.store.written(owned[0], self.store.near)
             if self.store.near == "host":
                 self.places.leave_stale(owned[0])

@@ -267,9 +267,8 @@ class LockFree:
         progress, count = self.progress[turn.index], turn.gradients.count
         interrupt, error = turn.event.outlast(), turn.event.error
         self.buffers.give(GRADIENTS, turn.gradients.memory)
-        for state in self.store.state_chunks(turn.index):
-            if self.store.state_homes[turn.index] == "ssd":
-                state.mark("ssd", True)
+        if self.store.state_homes[turn.index] == "ssd":
+            self.store.updated_on_ssd(turn.index)
         if error is not None:
             self._queue.failed = f"a lock-free update ended half-way ({error})"
         progress.running, progress.values = False, turn.values
