@@ -146,7 +146,7 @@ def test_steps_like_those_before_have_no_fresh_memory() -> None:
         import torch
         from ebbtide.devices.heap import tune_memory
         from ebbtide.devices.pool import in_pool
-        from ebbtide.bench.budgets import for_share
+        from ebbtide.bench.ssd_budgets import for_share
         from ebbtide.bench.steps import Ours, tokens
         from ebbtide.models import find_model
         from pathlib import Path

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, StateError
-from ebbtide.planner.eviction import POLICIES, Candidate, choose
+from ebbtide.planner.eviction_choice import POLICIES, Candidate, choose
 from ebbtide.planner.offloaded_plan import plan_afloat
 from ebbtide.planner.placement import make_plan
 from ebbtide.planner.plans import Plan

@@ -14,7 +14,7 @@ from ebbtide.forecast.simulation.outlook import Question, fits, job_of, look
 from ebbtide.forecast.simulation.strategies import STRATEGIES
 from ebbtide.forecast.simulation.walk import least_seconds, step_seconds
 from ebbtide.planner import retention
-from ebbtide.planner.eviction import Candidate
+from ebbtide.planner.eviction_choice import Candidate
 from ebbtide.planner.plans import draft
 from ebbtide.planner.record import FORWARD
 from test_simulate import MACHINE, small_question

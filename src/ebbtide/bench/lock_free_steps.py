@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.bench.budgets import for_share
+from ebbtide.bench.ssd_budgets import for_share
 from ebbtide.bench.steps import in_process, median_ratio, suited
 from ebbtide.config import Config
 from ebbtide.devices.heap import tune_memory

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import torch
 
-from ebbtide.bench.budgets import for_share
 from ebbtide.bench.progress import BenchProgress
+from ebbtide.bench.ssd_budgets import for_share
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, suited, tokens
 from ebbtide.devices.heap import tune_memory
 from ebbtide.forecast.doctor import disk_rates as disks

@@ -87,7 +87,7 @@ def offload(
         seq = _quickly(context, "seq", 128, seq)
         repeats = _quickly(context, "repeats", 3, repeats)
     options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.bench.offload import run
+    from ebbtide.bench.budget_cost import run
     from ebbtide.devices.heap import tune_memory
 
     tune_memory(scarce=False)

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ebbtide.planner.eviction import NEVER, Candidate, choose
+from ebbtide.planner.eviction_choice import NEVER, Candidate, choose
 
 KEEP, FREE, STALE, SPILL = "keep", "free", "stale", "spill"
 

@@ -18,7 +18,7 @@ from ebbtide.errors import NonFiniteError, second_gradient
 from ebbtide.kernels.base import BLOCK
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import Chunk
-from ebbtide.planner.eviction import NEVER
+from ebbtide.planner.eviction_choice import NEVER
 from ebbtide.planner.shape import GRAD, WHOLE_GRAD
 from ebbtide.runtime.distributed.gather import ChunkSharing
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand

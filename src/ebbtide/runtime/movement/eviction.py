@@ -11,7 +11,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.memory.budget import AVERAGE, SNAPSHOT
 from ebbtide.memory.chunk import PASSING, Chunk
 from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE
-from ebbtide.planner.eviction import Candidate, choose
+from ebbtide.planner.eviction_choice import Candidate, choose
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor
 from ebbtide.runtime.movement.protocols import GivesRoom, LeavingActivations, PendingUpdates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ebbtide.memory.chunk import Chunk
-from ebbtide.planner.eviction import NEVER
+from ebbtide.planner.eviction_choice import NEVER
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.retention import next_use
 from ebbtide.planner.shape import PARAM, WHOLE

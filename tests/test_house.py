@@ -1,0 +1,45 @@
+"""The house stays as it was built: no circle of files, one name one class, few files in a step."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import grimp
+
+import ebbtide
+
+SOURCE = Path(ebbtide.__file__).parent
+
+
+def _classes() -> dict[str, list[str]]:
+    found = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(SOURCE)))
+    return found
+
+
+def test_no_two_classes_have_one_name() -> None:
+    twice = {name: where for name, where in _classes().items() if len(where) > 1}
+    assert not twice
+
+
+def test_no_two_files_have_one_name() -> None:
+    found = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.name != "__init__.py":
+            found[path.stem].append(str(path.relative_to(SOURCE)))
+    twice = {name: where for name, where in found.items() if len(where) > 1}
+    assert not twice
+
+
+def test_there_is_no_circle_of_files() -> None:
+    graph = grimp.build_graph("ebbtide", exclude_type_checking_imports=False, cache_dir=None)
+    left = {one: set(graph.find_modules_directly_imported_by(one)) for one in graph.modules}
+    while done := [one for one, others in left.items() if not others & left.keys()]:
+        for one in done:
+            del left[one]
+    assert not left, f"these import each other, or are imported by such: {sorted(left)}"
