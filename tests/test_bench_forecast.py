@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.bench import forecast_accuracy
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.simulation.machine import Machine
 
 CASE = forecast_accuracy.ForecastCase("gpt2-tiny", 64, "all on the device", 10**9, 0)
 

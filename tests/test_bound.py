@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ebbtide.bench.ssd_steps import bound_of
-from ebbtide.forecast.simulation.bound import least_streamed, least_traffic
-from ebbtide.forecast.simulation.outlook import Question
-from ebbtide.forecast.simulation.strategies import set_up
+from ebbtide.forecasting.simulation.bound import least_streamed, least_traffic
+from ebbtide.forecasting.simulation.outlook import Question
+from ebbtide.forecasting.simulation.strategies import set_up
 from ebbtide.planner.shape import Settings
 from test_simulate import MACHINE, small_question
 

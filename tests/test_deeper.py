@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.forecast.deep_models import SHALLOW, foresee, layers_alike
-from ebbtide.forecast.forecaster import Forecaster, Workload
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.deep_models import SHALLOW, foresee, layers_alike
+from ebbtide.forecasting.forecaster import Forecaster, Workload
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.spec import spec_of
 from ebbtide.planner.record import Record

@@ -14,10 +14,10 @@ import torch
 
 from ebbtide.cli.app import run
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.doctor import disk_rates, operators
-from ebbtide.forecast.doctor.advice import advise
-from ebbtide.forecast.doctor.system import System
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.doctor import disk_rates, operators
+from ebbtide.forecasting.doctor.advice import advise
+from ebbtide.forecasting.doctor.system import System
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.planner.record import ATTENTION, MATMUL
 
 IMAGINES = True
@@ -188,7 +188,7 @@ def test_advice(system: dict[str, Any], raw: dict[str, Any], fragments: list[str
 def test_tables_against_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints what the tables say of real models and what those take; `-s` shows it."""
     from ebbtide.devices.heap import tune_memory
-    from ebbtide.forecast.doctor import check
+    from ebbtide.forecasting.doctor import check
 
     tune_memory(scarce=False)  # as the command does
     rows = check.run()

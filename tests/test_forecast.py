@@ -23,13 +23,13 @@ from ebbtide.bench.steps import tokens
 from ebbtide.cli.app import run
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.forecaster import Forecaster, Workload
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.outlook import look
-from ebbtide.forecast.simulation.rates import StepJob
-from ebbtide.forecast.simulation.strategies import STRATEGIES, set_up
-from ebbtide.forecast.simulation.verdict import CHANGES
-from ebbtide.forecast.simulation.walk import step_seconds
+from ebbtide.forecasting.forecaster import Forecaster, Workload
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.outlook import look
+from ebbtide.forecasting.simulation.rates import StepJob
+from ebbtide.forecasting.simulation.strategies import STRATEGIES, set_up
+from ebbtide.forecasting.simulation.verdict import CHANGES
+from ebbtide.forecasting.simulation.walk import step_seconds
 from ebbtide.models import find_model
 from ebbtide.runtime.budgets import resolve_budgets
 from sampling import some
@@ -407,7 +407,7 @@ def test_a_search_by_seconds_tries_few_plans_and_finds_none_that_is_slower_than_
         tried.append(job)
         return step_seconds(job)
 
-    monkeypatch.setattr("ebbtide.forecast.simulation.outlook.step_seconds", counted)
+    monkeypatch.setattr("ebbtide.forecasting.simulation.outlook.step_seconds", counted)
     machine, before = Machine.read("pc-8gb"), math.inf
     for megabytes in (30, 45, 60, 80, 120):
         tried.clear()

@@ -109,15 +109,15 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return engine.state_dict() if engine is not None else trainer.model.state_dict()
 
 
-def close_to(one: Any, other: Any) -> None:
-    """Logs of both, entry by entry."""
+def close_to(one: Any, other: Any, rounding: float = 1e-9) -> None:
+    """Logs of both, entry by entry; `rounding`: what a loss may differ by whatever it is."""
     ours, stock = one.state.log_history, other.state.log_history
     assert len(ours) == len(stock)
     for mine, its in zip(ours, stock, strict=True):
         assert set(mine) == set(its)
         for key, tolerance in {"loss": 1e-6, "grad_norm": 1e-4, "eval_loss": 1e-6}.items():
             if key in mine:
-                assert mine[key] == pytest.approx(its[key], rel=tolerance, abs=1e-9), key
+                assert mine[key] == pytest.approx(its[key], rel=tolerance, abs=rounding), key
         for key in ("learning_rate", "epoch", "step", "eval_accuracy"):
             assert mine.get(key) == its.get(key), key
 

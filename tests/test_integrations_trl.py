@@ -23,6 +23,8 @@ WORDS = (
     "the a of to and in is it you that he was for on are with as I his they be at one have this " * 2
 ).split()
 SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+SUM_OF_ONES = 1e-7
+"""What rounding leaves of a loss that is a sum of advantages, which cancel."""
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -122,7 +124,7 @@ def test_grpo_trains_as_stock_does(adapted: bool, tmp_path: Path) -> None:
     expected.train()
     found = grpo(GRPOTrainer, tmp_path / "ours", adapted, ebbtide=MEMORY)
     found.train()
-    close_to(found, expected)
+    close_to(found, expected, rounding=SUM_OF_ONES)
     stats = found.engine.stats()
     assert stats["moved_bytes"]["host_to_device"] > 0
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
@@ -149,7 +151,7 @@ def test_grpo_generates_with_weights_that_stay_where_they_fit(
 
     monkeypatch.setattr(type(found.model), "generate", fails_once)
     found.train()
-    close_to(found, expected)
+    close_to(found, expected, rounding=SUM_OF_ONES)
     assert found._stays == (not short)
     found.close()
 

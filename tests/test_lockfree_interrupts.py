@@ -18,13 +18,12 @@ from interrupt import Interrupt
 from sampling import few
 from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
 
-BOOKS = ("lockfree.py", "gatherer.py", "buffers.py", "merging.py", "turns.py")
 POINTS = 24
 """At which a step is interrupted."""
 
 
 def of_books(path: str) -> bool:
-    return "/ebbtide/run/" in path and path.endswith(BOOKS)
+    return "/ebbtide/runtime/updates/lock_free/" in path
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.doctor.machine_file import machine_toml
-from ebbtide.forecast.simulation.machine import DeviceSpec, Machine, machine_names
+from ebbtide.forecasting.doctor.machine_file import machine_toml
+from ebbtide.forecasting.simulation.machine import DeviceSpec, Machine, machine_names
 from ebbtide.planner.record import ATTENTION, CONVOLUTION, MATMUL, OTHER, Work
 
 IMAGINES = True

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from ebbtide.forecast.simulation.outlook import Question, fits, job_of, look
-from ebbtide.forecast.simulation.strategies import STRATEGIES
-from ebbtide.forecast.simulation.walk import least_seconds, step_seconds
+from ebbtide.forecasting.simulation.outlook import Question, fits, job_of, look
+from ebbtide.forecasting.simulation.strategies import STRATEGIES
+from ebbtide.forecasting.simulation.walk import least_seconds, step_seconds
 from ebbtide.planner import retention
 from ebbtide.planner.eviction_choice import Candidate
 from ebbtide.planner.plans import draft

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import ebbtide
 import zoo
 from ebbtide.errors import BudgetError
-from ebbtide.forecast.forecaster import Forecaster, Workload
-from ebbtide.forecast.simulation.strategies import set_up
+from ebbtide.forecasting.forecaster import Forecaster, Workload
+from ebbtide.forecasting.simulation.strategies import set_up
 from ebbtide.layout import ALIGNMENT
 from ebbtide.runtime.distributed.gradient_reducer import LANE, block_of, room_for
 from group import group_of

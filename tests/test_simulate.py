@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.config import Config
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.outlook import Question, look
-from ebbtide.forecast.simulation.simulator import Task, simulate
-from ebbtide.forecast.simulation.strategies import Ask, Model
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.outlook import Question, look
+from ebbtide.forecasting.simulation.simulator import Task, simulate
+from ebbtide.forecasting.simulation.strategies import Ask, Model
 from ebbtide.layout import TensorSpec
 from ebbtide.planner.record import (
     BACKWARD,

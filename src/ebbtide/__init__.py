@@ -6,8 +6,8 @@ from ebbtide.config import Config
 
 if TYPE_CHECKING:
     from ebbtide.engine import Engine, StepResult, initialize, tune_memory
-    from ebbtide.forecast.forecast import forecast
-    from ebbtide.forecast.forecaster import Forecast
+    from ebbtide.forecasting.forecast import forecast
+    from ebbtide.forecasting.forecaster import Forecast
     from ebbtide.layout import Bank
     from ebbtide.runtime.distributed.experts.adapters import ExpertAdapter, register_experts
     from ebbtide.tracing.standalone import Trace, trace
@@ -39,11 +39,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(engine, name)
     if name == "Forecast":
-        from ebbtide.forecast.forecaster import Forecast
+        from ebbtide.forecasting.forecaster import Forecast
 
         return Forecast
     if name == "forecast":
-        from ebbtide.forecast.forecast import forecast
+        from ebbtide.forecasting.forecast import forecast
 
         return forecast
     if name == "Bank":

@@ -24,11 +24,11 @@ from ebbtide.bench.steps import Ours, alone, tokens
 from ebbtide.config import Config
 from ebbtide.devices.heap import tune_memory
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.doctor.examine import BRIEF, FULL, Effort, examine
-from ebbtide.forecast.doctor.machine_file import machine_toml
-from ebbtide.forecast.forecaster import Forecast, Forecaster, Workload
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.outlook import Outlook, look
+from ebbtide.forecasting.doctor.examine import BRIEF, FULL, Effort, examine
+from ebbtide.forecasting.doctor.machine_file import machine_toml
+from ebbtide.forecasting.forecaster import Forecast, Forecaster, Workload
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.outlook import Outlook, look
 from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.models import find_model
 

@@ -18,10 +18,10 @@ import torch
 
 from ebbtide.bench.ssd_steps import bound_of, measure_ceilings, peak_rss
 from ebbtide.bench.steps import LR, Ours, alone, drawn_quickly, suited
-from ebbtide.forecast.forecast import find_largest
-from ebbtide.forecast.forecaster import Forecaster, Workload
-from ebbtide.forecast.simulation.bound import least_streamed
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.forecast import find_largest
+from ebbtide.forecasting.forecaster import Forecaster, Workload
+from ebbtide.forecasting.simulation.bound import least_streamed
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
 from ebbtide.planner.shape import update_bytes

@@ -10,8 +10,8 @@ from typing import Any
 from ebbtide.bench.steps import tokens
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.strategies import Ask, Model, set_up
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.strategies import Ask, Model, set_up
 from ebbtide.models import find_model
 from ebbtide.planner.placement import make_plan
 from ebbtide.runtime.parameters.selection import PRECISIONS

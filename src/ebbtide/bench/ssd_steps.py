@@ -22,9 +22,9 @@ from ebbtide.bench.progress import BenchProgress
 from ebbtide.bench.ssd_budgets import for_share
 from ebbtide.bench.steps import LR, Ours, drawn_quickly, in_process, suited, tokens
 from ebbtide.devices.heap import tune_memory
-from ebbtide.forecast.doctor import disk_rates as disks
-from ebbtide.forecast.doctor.ram import streams, update
-from ebbtide.forecast.simulation.bound import least_streamed
+from ebbtide.forecasting.doctor import disk_rates as disks
+from ebbtide.forecasting.doctor.ram import streams, update
+from ebbtide.forecasting.simulation.bound import least_streamed
 from ebbtide.models import find_model
 from ebbtide.planner.shape import update_bytes
 from ebbtide.runtime.parameters.selection import PRECISIONS

@@ -11,7 +11,7 @@ from typer import Option
 from ebbtide.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ebbtide.forecast.doctor.examine import Findings
+    from ebbtide.forecasting.doctor.examine import Findings
 
 
 def doctor(
@@ -32,7 +32,7 @@ def doctor(
     from rich.console import Console
 
     from ebbtide.devices.heap import tune_memory
-    from ebbtide.forecast.doctor.examine import FULL, QUICK, examine
+    from ebbtide.forecasting.doctor.examine import FULL, QUICK, examine
 
     tune_memory(scarce=False)
     begin = time.perf_counter()
@@ -58,7 +58,7 @@ def doctor(
 
 
 def _write(out: Path, found: Findings) -> None:
-    from ebbtide.forecast.doctor.machine_file import machine_toml
+    from ebbtide.forecasting.doctor.machine_file import machine_toml
 
     quick = ", quickly" if found.raw["quick"] else ""
     heading = f"Measured by `ebbtide doctor`{quick}: {found.raw['device']}."

@@ -15,8 +15,8 @@ from ebbtide.errors import ConfigError
 from ebbtide.units import parse_size
 
 if TYPE_CHECKING:
-    from ebbtide.forecast.forecaster import Forecast, Forecaster, Workload
-    from ebbtide.forecast.simulation.machine import Machine
+    from ebbtide.forecasting.forecaster import Forecast, Forecaster, Workload
+    from ebbtide.forecasting.simulation.machine import Machine
 
 MODEL = (
     "A name as for train, one of the families gpt-1b to gpt-68b and angel-gpt-..., angel-t5-..., or spelled: "
@@ -86,8 +86,8 @@ def plan(
         raise ConfigError("--min-tflops: expected --find-max beside it, which it is a condition of")
     if find_max is not None:
         one_of("--find-max", find_max, ("model", "batch"))
-    from ebbtide.forecast.simulation.machine import Machine
-    from ebbtide.forecast.simulation.strategies import STRATEGIES
+    from ebbtide.forecasting.simulation.machine import Machine
+    from ebbtide.forecasting.simulation.strategies import STRATEGIES
     from ebbtide.models.lookup import look_up
 
     one_of("--strategy", strategy, STRATEGIES)
@@ -95,7 +95,7 @@ def plan(
     machines = [described.with_devices(count) for count in _counts(gpus)] or [described]
     look_up(model)
     with collecting_nothing():
-        from ebbtide.forecast.forecaster import Forecaster, Workload  # torch, from here on
+        from ebbtide.forecasting.forecaster import Forecaster, Workload  # torch, from here on
 
         work = Workload(batch, seq, checkpoint_activations, offload_activations)
         forecaster = Forecaster(model, _without_budgets(settings, device_memory, host_memory, ssd_memory))
@@ -118,7 +118,7 @@ def _answer(
     min_tflops: float,
     compare: bool,
 ) -> Forecast:
-    from ebbtide.forecast.forecast import find_largest
+    from ebbtide.forecasting.forecast import find_largest
 
     if find_max is None:
         return forecaster.answer(machine, work, strategy, explain=not compare)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.forecast.simulation.verdict import NAMES
+from ebbtide.forecasting.simulation.verdict import NAMES
 from ebbtide.units import format_size
 
 if TYPE_CHECKING:
-    from ebbtide.forecast.forecaster import Forecast
+    from ebbtide.forecasting.forecaster import Forecast
 
 BAR = 24
 LEVELS = " ▏▎▍▌▋▊▉█"

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from ebbtide.errors import BudgetError
-from ebbtide.forecast.simulation.bound import least_traffic
+from ebbtide.forecasting.simulation.bound import least_traffic
 from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.offloaded_plan import plan_afloat
 from ebbtide.planner.plans import Plan

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from ebbtide.config import Config
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.rates import Rates, StepJob
-from ebbtide.forecast.simulation.walk import step_seconds
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.rates import Rates, StepJob
+from ebbtide.forecasting.simulation.walk import step_seconds
 from ebbtide.planner.search import Cost
 from ebbtide.planner.shape import ModelShape, Settings, update_bytes
 from ebbtide.runtime.movement.eviction import Room

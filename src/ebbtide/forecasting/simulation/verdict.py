@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.outlook import Outlook, Question, look
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.outlook import Outlook, Question, look
 from ebbtide.units import format_size, round_up
 
 

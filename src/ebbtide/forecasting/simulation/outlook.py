@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ebbtide.errors import BudgetError
-from ebbtide.forecast.simulation.bound import Must, resource_bound
-from ebbtide.forecast.simulation.pace import pace
-from ebbtide.forecast.simulation.rates import COMPUTE, LANES, READ, WRITE, Rates, StepJob
-from ebbtide.forecast.simulation.simulator import SimulatedRun, simulate
-from ebbtide.forecast.simulation.strategies import Ask, Setup, check_warm_up, set_up
-from ebbtide.forecast.simulation.walk import Walked, least_seconds, step_seconds, walk
+from ebbtide.forecasting.simulation.bound import Must, resource_bound
+from ebbtide.forecasting.simulation.pace import pace
+from ebbtide.forecasting.simulation.rates import COMPUTE, LANES, READ, WRITE, Rates, StepJob
+from ebbtide.forecasting.simulation.simulator import SimulatedRun, simulate
+from ebbtide.forecasting.simulation.strategies import Ask, Setup, check_warm_up, set_up
+from ebbtide.forecasting.simulation.walk import Walked, least_seconds, step_seconds, walk
 from ebbtide.planner.activation_trips import OFF, send_away
 from ebbtide.planner.host_side import waiting_gradients
 from ebbtide.planner.offloaded_plan import plan_afloat

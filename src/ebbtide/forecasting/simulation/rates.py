@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.simulator import Shares
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.simulator import Shares
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import Moment
 from ebbtide.planner.shape import ModelShape, Settings

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ebbtide.devices.cpu_device import fast_dtype
-from ebbtide.forecast.doctor import disk_rates, operators, ram, spin
-from ebbtide.forecast.doctor.advice import advise
-from ebbtide.forecast.doctor.operators import Operators
-from ebbtide.forecast.doctor.system import System, read_system
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.doctor import disk_rates, operators, ram, spin
+from ebbtide.forecasting.doctor.advice import advise
+from ebbtide.forecasting.doctor.operators import Operators
+from ebbtide.forecasting.doctor.system import System, read_system
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.runtime.budgets import MARGIN
 from ebbtide.tracing.standalone import NAMES
 
@@ -68,7 +68,7 @@ def examine(
     raw["update"] = ram.update(torch.get_num_threads(), effort.elements, effort.rounds)
     raw["copies"] = ram.background_copies(effort.stream // 4, effort.rounds)
     if device.type == "cuda":
-        from ebbtide.forecast.doctor import cuda_rates
+        from ebbtide.forecasting.doctor import cuda_rates
 
         report("links")
         raw["cuda"] = cuda_rates.links(device, effort.stream, effort.rounds) | {

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ebbtide.forecast.simulation.bound import updated
-from ebbtide.forecast.simulation.rates import READ, TO_DEVICE, TO_HOST, WRITE, StepJob
+from ebbtide.forecasting.simulation.bound import updated
+from ebbtide.forecasting.simulation.rates import READ, TO_DEVICE, TO_HOST, WRITE, StepJob
 from ebbtide.planner.shape import PARAM
 
 

@@ -1,5 +1,5 @@
 """Forward and backward beside one copying thread, alone and not: a process of its own, for OpenMP reads its
-settings once. `python -m ebbtide.forecast.doctor.spin` prints both as JSON."""
+settings once. `python -m ebbtide.forecasting.doctor.spin` prints both as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cost_of_spinning() -> dict[str, float] | None:
         environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
         if policy:
             environment["OMP_WAIT_POLICY"] = policy
-        command = [sys.executable, "-m", "ebbtide.forecast.doctor.spin"]
+        command = [sys.executable, "-m", "ebbtide.forecasting.doctor.spin"]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=True
@@ -41,7 +41,7 @@ def _passes(seconds: float) -> float:
     import torch
 
     from ebbtide.devices.cpu_device import fast_dtype
-    from ebbtide.forecast.doctor.block import Block
+    from ebbtide.forecasting.doctor.block import Block
 
     dtype = fast_dtype()
     module = Block(512).to(dtype)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.forecast.doctor.block import Block, Head
-from ebbtide.forecast.simulation.machine import Curve
+from ebbtide.forecasting.doctor.block import Block, Head
+from ebbtide.forecasting.simulation.machine import Curve
 from ebbtide.planner.record import ATTENTION, MATMUL, Work
 from ebbtide.tracing.operator_cost import work_of
 

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ebbtide.forecast.simulation.rates import COMPUTE, DISK, DRAM, HOST, TO_DEVICE, TO_HOST, WIRE, Rates
+from ebbtide.forecasting.simulation.rates import COMPUTE, DISK, DRAM, HOST, TO_DEVICE, TO_HOST, WIRE, Rates
 from ebbtide.planner.record import Record
 from ebbtide.planner.shape import ModelShape, Settings
 

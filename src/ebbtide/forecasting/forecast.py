@@ -15,10 +15,10 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.forecaster import Forecast, Forecaster, Largest, Workload
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.outlook import Outlook, Question, fits, look
-from ebbtide.forecast.simulation.strategies import STRATEGIES
+from ebbtide.forecasting.forecaster import Forecast, Forecaster, Largest, Workload
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.outlook import Outlook, Question, fits, look
+from ebbtide.forecasting.simulation.strategies import STRATEGIES
 from ebbtide.models import ModelSpec
 
 KINDS = ("model", "batch")

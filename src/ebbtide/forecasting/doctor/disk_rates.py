@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ebbtide.devices.pool import map_memory
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.doctor.system import file_system
+from ebbtide.forecasting.doctor.system import file_system
 from ebbtide.memory.disk.vectors import view
 from ebbtide.units import format_size
 

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.config import Config, Grown
 from ebbtide.errors import ConfigError, UnsupportedError
-from ebbtide.forecast.deep_models import SHALLOW, foresee, layers_alike
-from ebbtide.forecast.simulation.machine import Machine
-from ebbtide.forecast.simulation.outlook import Outlook, Question, look
-from ebbtide.forecast.simulation.strategies import Ask, Model
-from ebbtide.forecast.simulation.verdict import Lift, lifts, more_memory, sentence
+from ebbtide.forecasting.deep_models import SHALLOW, foresee, layers_alike
+from ebbtide.forecasting.simulation.machine import Machine
+from ebbtide.forecasting.simulation.outlook import Outlook, Question, look
+from ebbtide.forecasting.simulation.strategies import Ask, Model
+from ebbtide.forecasting.simulation.verdict import Lift, lifts, more_memory, sentence
 from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations as checkpoint

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ebbtide.errors import ConfigError
-from ebbtide.forecast.simulation.machine import Machine, MachineSection
+from ebbtide.forecasting.simulation.machine import Machine, MachineSection
 from ebbtide.strict import plain
 from ebbtide.units import parse_flops, parse_rate, parse_size
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ebbtide.forecast.doctor.disk_rates import MEMORY_BACKED
-from ebbtide.forecast.doctor.system import System
+from ebbtide.forecasting.doctor.disk_rates import MEMORY_BACKED
+from ebbtide.forecasting.doctor.system import System
 from ebbtide.units import format_size
 
 

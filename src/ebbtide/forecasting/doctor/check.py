@@ -1,6 +1,6 @@
 """Whether the tables predict: forward and backward of real models, as summed up and as measured, in turn.
 
-python -m ebbtide.forecast.doctor.check
+python -m ebbtide.forecasting.doctor.check
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ebbtide.forecast.doctor.examine import FULL, compute_device, device_values
-from ebbtide.forecast.doctor.operators import Measurement
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.doctor.examine import FULL, compute_device, device_values
+from ebbtide.forecasting.doctor.operators import Measurement
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.models import find_model
 from ebbtide.tracing.standalone import trace
 

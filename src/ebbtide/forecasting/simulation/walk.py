@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbtide.forecast.simulation.books import Books
-from ebbtide.forecast.simulation.pace import pace
-from ebbtide.forecast.simulation.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, StepJob
-from ebbtide.forecast.simulation.simulator import Task, simulate
+from ebbtide.forecasting.simulation.books import Books
+from ebbtide.forecasting.simulation.pace import pace
+from ebbtide.forecasting.simulation.rates import COMPUTE, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, StepJob
+from ebbtide.forecasting.simulation.simulator import Task, simulate
 from ebbtide.planner.activation_trips import SSD, Trip
 from ebbtide.planner.retention import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.planner.shape import PARAM, WHOLE, WHOLE_GRAD

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from ebbtide.config import Config
 from ebbtide.errors import BudgetError, ConfigError
-from ebbtide.forecast.simulation.machine import Machine
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.layout import (
     ALIGNMENT,
     ITEMSIZE,

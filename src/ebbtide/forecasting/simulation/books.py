@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ebbtide.forecast.simulation.rates import CORES, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, StepJob
-from ebbtide.forecast.simulation.simulator import Shares, Task
+from ebbtide.forecasting.simulation.rates import CORES, HOST, READ, TO_DEVICE, TO_HOST, WIRE, WRITE, StepJob
+from ebbtide.forecasting.simulation.simulator import Shares, Task
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 
 MOVES = (TO_DEVICE, TO_HOST)
