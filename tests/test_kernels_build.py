@@ -10,7 +10,7 @@ from ebbtide.kernels import FallbackKernels, NativeKernels, compiler, cpu_kernel
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A source of our own, nothing built, nothing loaded."""
-    source = tmp_path / "package" / "adam.cpp"
+    source = tmp_path / "package" / "native.cpp"
     source.parent.mkdir()
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(compiler, "FOLDER", source.parent)
@@ -49,7 +49,7 @@ def test_without_a_compiler_there_is_one_warning_and_the_fallback(fresh, monkeyp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cpu_kernels()
-        with pytest.raises(RuntimeError, match=r"python -m ebbtide\.kernels\.build"):
+        with pytest.raises(RuntimeError, match=r"python -m ebbtide\.kernels\.compiler"):
             cpu_kernels(native=True)
 
 

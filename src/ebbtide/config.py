@@ -7,7 +7,7 @@ by one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,34 +31,45 @@ from ebbtide.strict import (
     unknown,
     whole,
 )
+from ebbtide.update_rules import UPDATE_RULES, RuleFacts
 
 _fraction = number("a number in [0, 1)", lambda x: 0 <= x < 1)
 _positive = number("a number above zero", lambda x: x > 0)
 _not_negative = number("a number of at least zero", lambda x: x >= 0)
 
 
-WEIGHT_DECAY = {"adamw": 0.01, "adam": 0.0}
-"""By rule: what torch.optim decays by where nobody says otherwise."""
-
-
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     path: ClassVar[str] = "optimizer"
 
-    name: Annotated[str, choice("adamw", "adam")] = "adamw"
-    lr: Annotated[float, _not_negative] = 1e-3
-    betas: Annotated[tuple[float, float], pair(_fraction)] = (0.9, 0.999)
-    eps: Annotated[float, _positive] = 1e-8
+    name: Annotated[str, choice(*UPDATE_RULES)] = "adamw"
+    """The update rule. What is left out of its settings is torch.optim's default for the rule."""
+    lr: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
+    betas: Annotated[tuple[float, float], optional(pair(_fraction))] = None  # type: ignore[assignment]
+    eps: Annotated[float, optional(_positive)] = None  # type: ignore[assignment]
     weight_decay: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
-    """Left out, torch's default for the rule: 0.01 for adamw, none for adam."""
-    follows: ClassVar[bool] = False
-    """Whether weight_decay was left out."""
+    follows: ClassVar[tuple[str, ...]] = ()
+    """Settings that were left out."""
+
+    @property
+    def rule(self) -> RuleFacts:
+        return UPDATE_RULES[self.name]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that the rule reads."""
+        return {key: getattr(self, key) for key in self.rule.defaults}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "follows", self.weight_decay is None)
-        if self.follows:
-            object.__setattr__(self, "weight_decay", WEIGHT_DECAY[self.name])
+        given = {field.name for field in fields(self) if getattr(self, field.name) is not None} - {"name"}
+        for key in sorted(given - self.rule.defaults.keys()):
+            known = ", ".join(self.rule.defaults)
+            raise refuse(self.key(key), getattr(self, key), f"none: the rule {self.name!r} reads {known}")
+        left_out = tuple(key for key in self.rule.defaults if key not in given)
+        object.__setattr__(self, "follows", left_out)
+        for key in left_out:
+            object.__setattr__(self, key, self.rule.defaults[key])
 
 
 Grown = Literal["least", "half"]
@@ -94,12 +105,12 @@ class SsdConfig(Section):
     """What is read is compared with what was written."""
     endurance: Annotated[int, size(least=0, auto=False)] = 0
     """Bytes that may be written in the disks' life (TBW), such as '600TB'; 0: not known."""
-    follows: ClassVar[bool] = False
-    """Whether memory was left out."""
+    follows: ClassVar[tuple[str, ...]] = ()
+    """Settings that were left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "follows", self.memory is None)
+        object.__setattr__(self, "follows", ("memory",) if self.memory is None else ())
         if self.follows:
             object.__setattr__(self, "memory", "auto" if self.folder else 0)
 
@@ -212,8 +223,8 @@ class Config(Section):
     def _as_asked(self) -> dict[str, Any]:
         """As `to_dict`, without what follows from other keys: that is to follow from the changed ones."""
         asked = self.to_dict()
-        for table, key in (("optimizer", "weight_decay"), ("ssd", "memory")):
-            if getattr(self, table).follows:
+        for table in ("optimizer", "ssd"):
+            for key in getattr(self, table).follows:
                 del asked[table][key]
         return asked
 

@@ -22,9 +22,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.planner.record import Record
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.updates.loss_scale import LossScaler
-
-MOMENTS = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
-"""The engine's names and torch's."""
+from ebbtide.update_rules import RuleFacts
 
 
 def by_name(
@@ -43,15 +41,16 @@ def by_name(
         for number, parameter in zip(group["params"], own["params"], strict=True):
             if number in saved["state"]:
                 found[names[id(parameter)]] = saved["state"][number]
-                _require(names[id(parameter)], tuple(parameter.shape), saved["state"][number])
+                rule = session.config.optimizer.rule
+                _require(rule, names[id(parameter)], tuple(parameter.shape), saved["state"][number])
     return found
 
 
-def _require(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
-    theirs = tuple(MOMENTS.values())
+def _require(rule: RuleFacts, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
+    theirs = tuple(rule.states.values())
     if set(state) != {"step", *theirs}:
         raise ConfigError(
-            f"optimizer state of {name!r}: expected step, {' and '.join(theirs)}, as torch's AdamW and Adam have them, "
+            f"optimizer state of {name!r}: expected step, {' and '.join(theirs)}, as torch's {rule.torch} has them, "
             f"found {', '.join(sorted(state)) or 'nothing'}"
         )
     for kind in theirs:
@@ -63,11 +62,12 @@ def _require(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> Non
 
 def take(session: Session, found: Mapping[str, Mapping[str, Any]]) -> int:
     """Into the chunks, zeros where there is none; returns the number of steps."""
+    states = session.config.optimizer.rule.states
     for part in parts_of(session, everything=True):
         kind, _, name = part.key.partition("/")
-        if kind not in MOMENTS:
+        if kind not in states:
             continue
-        value = found[name][MOMENTS[kind]] if name in found else torch.zeros(part.shape)
+        value = found[name][states[kind]] if name in found else torch.zeros(part.shape)
         laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype)
         laid.copy_(value)
         part.store(0, laid.as_strided((part.numel,), (1,)))
@@ -125,7 +125,15 @@ def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
             f"load: the checkpoint has {len(found)} param_groups, expected {len(expected)}; pass the same to "
             "initialize()"
         )
+    rule = session.updates.rule
     for place, (saved, own) in enumerate(zip(found, expected, strict=True)):
+        missing = [key for key in rule.settings if key not in saved["settings"]]
+        if missing:
+            raise ConfigError(
+                f"load: the checkpoint is of another update rule: its param_groups[{place}] have no {missing[0]!r}, "
+                f"which {rule.name} reads. Set optimizer.name as it was, or take the weights alone: "
+                "engine.load_weights(folder)"
+            )
         odd = sorted(set(saved["params"]) ^ set(own["params"]))
         if odd:
             where = "the checkpoint" if odd[0] in saved["params"] else "the engine"

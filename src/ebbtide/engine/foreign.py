@@ -19,6 +19,7 @@ from ebbtide.config import Config, OptimizerConfig
 from ebbtide.engine.optimizer import EngineOptimizer, as_settings, joined
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.runtime.parameters.parameter_classes import name_of_managed
+from ebbtide.update_rules import BY_TORCH, UPDATE_RULES
 
 _hooked: list[Any] = []
 
@@ -108,18 +109,18 @@ def handed_over(config: Config, given: Any) -> tuple[Config, Any, torch.optim.Op
     """The config and the param groups that an optimizer of torch's stands for, with itself; or what was given."""
     if not isinstance(given, torch.optim.Optimizer):
         return config, given, None
-    kinds = {"AdamW": "adamw", "Adam": "adam"}
     kind = type(given)
-    if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in kinds:
+    if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in BY_TORCH:
         raise ConfigError(
-            f"initialize takes a torch.optim.AdamW or Adam as settings, found {kind.__module__}.{kind.__name__}: the "
-            "engine updates by rules of its own, in chunks. Take one of those, or name the rule in config['optimizer']"
+            f"initialize takes a torch.optim.{' or '.join(BY_TORCH)} as settings, found "
+            f"{kind.__module__}.{kind.__name__}: the engine updates by rules of its own, in chunks. Take one of those, "
+            "or name the rule in config['optimizer']"
         )
-    name = kinds[kind.__name__]
+    rule = BY_TORCH[kind.__name__]
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in given.param_groups}
-    if name == "adam" and decoupled == {True}:
-        name = "adamw"
-    if config.optimizer.name not in (name, OptimizerConfig().name):
+    if rule.name == "adam" and decoupled == {True}:
+        rule = UPDATE_RULES["adamw"]
+    if config.optimizer.name not in (rule.name, OptimizerConfig().name):
         raise ConfigError(
             f"config['optimizer']['name'] is {config.optimizer.name!r} and the optimizer that was handed over is a "
             f"{kind.__name__}: leave one of them out"
@@ -130,10 +131,10 @@ def handed_over(config: Config, given: Any) -> tuple[Config, Any, torch.optim.Op
             "a new one, and after that engine.optimizer.load_state_dict(its state_dict()); from a checkpoint of the "
             "engine's, engine.load(folder)"
         )
-    groups = [as_settings(group, place, name) for place, group in enumerate(given.param_groups)]
+    groups = [as_settings(group, place, rule, handed=True) for place, group in enumerate(given.param_groups)]
     rates: Mapping[str, Any] = groups[0]
-    found = {f"optimizer.{key}": _plain(rates[key]) for key in ("lr", "betas", "eps", "weight_decay")}
-    return config.with_({"optimizer.name": name, **found}), groups, given
+    found = {f"optimizer.{key}": _plain(rates[key]) for key in rule.defaults}
+    return config.with_({"optimizer.name": rule.name, **found}), groups, given
 
 
 def _plain(value: Any) -> Any:

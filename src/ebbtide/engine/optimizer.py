@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from ebbtide.config import OptimizerConfig
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
 from ebbtide.kernels import require_settings
+from ebbtide.update_rules import MEAN_NOTHING, RuleFacts
 
 NO_MOMENTS = (
     "has the param groups and no moments; engine.save(folder) writes all that training needs to go on"
@@ -29,7 +30,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self,
         module: nn.Module,
         groups: Iterable[dict[str, Any]],
-        defaults: dict[str, Any],
+        settings: OptimizerConfig,
         update: Callable[[], bool],
         clear: Callable[[], None],
         take: Callable[[Mapping[str, Any]], None],
@@ -40,11 +41,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether the last step changed nothing: its gradients were not finite."""
         self.handed: torch.optim.Optimizer | None = None
         """The one that was handed over: a scheduler on it changes the same groups."""
-        self._module = module
+        self._module, self._rule = module, settings.rule
         self._update = update
         self._clear = clear
         self._take = take
-        super().__init__(groups, defaults)
+        super().__init__(groups, settings.settings)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The engine's step. A closure, which runs forward and backward, is called first; this gives what it does."""
@@ -65,8 +66,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"param_groups[{place}] has {len(unknown)} parameters that are not the module's; "
                 "pass those of module.parameters()"
             )
-        group = as_settings(group, place)
-        require_settings({**self.defaults, **group}, place)
+        group = as_settings(group, place, self._rule)
+        require_settings({**self.defaults, **group}, place, self._rule.defaults)
         super().add_param_group(group)
 
     @property
@@ -133,7 +134,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     __reduce_ex__ = _refuse_copy
 
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _KEPT = (
     "params",
     "param_names",
@@ -143,42 +143,32 @@ _KEPT = (
     "min_lr",
     "max_momentum",
     "base_momentum",
-    *SETTINGS,
 )
-"""Of a group; some are schedulers'."""
-_OFF: dict[str, tuple[Any, ...]] = {
-    "amsgrad": (False,),
-    "maximize": (False,),
-    "capturable": (False,),
-    "differentiable": (False,),
-    "foreach": (None, False, True),
-    "fused": (None, False, True),
-    "decoupled_weight_decay": (False, True),
-}
-"""What torch's optimizers have besides, and with which values it means nothing here."""
+"""Of a group, whatever the rule; some are schedulers'."""
 
 
-def as_settings(group: Mapping[str, Any], place: int, rule: str = "") -> dict[str, Any]:
+def as_settings(
+    group: Mapping[str, Any], place: int, rule: RuleFacts, handed: bool = False
+) -> dict[str, Any]:
     """A group of torch's as one of the engine's: what means nothing here goes, what would mean something is refused.
-    `rule`: the one that updates."""
-    found = {}
+    `handed`: it is of an optimizer of torch's, all of whose groups are updated by the rule."""
+    found, settings = {}, ", ".join(rule.defaults)
     for key, value in group.items():
-        if key in _KEPT:
+        if key in _KEPT or key in rule.defaults:
             found[key] = value
-        elif key not in _OFF:
+        elif key not in MEAN_NOTHING:
             raise ConfigError(
-                f"param_groups[{place}]: unknown setting {key!r}{nearest(key, SETTINGS)}; known here: "
-                f"{', '.join(SETTINGS)}"
+                f"param_groups[{place}]: unknown setting {key!r}{nearest(key, rule.defaults)}; known here: {settings}"
             )
-        elif value not in _OFF[key]:
+        elif value not in MEAN_NOTHING[key]:
             raise ConfigError(
-                f"param_groups[{place}]: expected {key} = {_OFF[key][0]}, found {value!r}: the engine's rules have "
-                f"{', '.join(SETTINGS)}, and no {key}"
+                f"param_groups[{place}]: expected {key} = {MEAN_NOTHING[key][0]}, found {value!r}: the engine's "
+                f"rules have {settings}, and no {key}"
             )
-    decoupled = group.get("decoupled_weight_decay", rule == "adamw")
-    if rule and decoupled != (rule == "adamw") and group.get("weight_decay"):
+    decoupled = group.get("decoupled_weight_decay", rule.decoupled)
+    if handed and decoupled != rule.decoupled and group.get("weight_decay"):
         raise ConfigError(
-            f"param_groups[{place}]: expected decoupled_weight_decay = {rule == 'adamw'}, as in the other groups, found "
+            f"param_groups[{place}]: expected decoupled_weight_decay = {rule.decoupled}, as in the other groups, found "
             f"{decoupled}: one rule updates all of them"
         )
     return found
@@ -193,12 +183,6 @@ def make_optimizer(
     take: Callable[[Mapping[str, Any]], None],
 ) -> EngineOptimizer:
     """With the user's groups, or one of all parameters that require gradients."""
-    defaults = {
-        "lr": settings.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
     if param_groups is None:
         groups = [{"params": [p for p in module.parameters() if p.requires_grad]}]
         if not groups[0]["params"]:
@@ -206,7 +190,7 @@ def make_optimizer(
     else:
         given = _listed(param_groups)
         groups = given if all(isinstance(one, dict) for one in given) else [{"params": given}]
-    return EngineOptimizer(module, groups, defaults, update, clear, take)
+    return EngineOptimizer(module, groups, settings, update, clear, take)
 
 
 def _listed(given: Any) -> list[Any]:

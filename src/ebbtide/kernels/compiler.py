@@ -98,7 +98,7 @@ class Library:
 
 KERNELS = Library(
     "kernels",
-    tuple(FOLDER / name for name in ("adam.cpp", "crc.cpp", "pages.cpp")),
+    tuple(FOLDER / name for name in ("native.cpp", "crc.cpp", "pages.cpp")),
     ("-O3", *FLAGS, *EXACT),
 )
 

@@ -1,4 +1,4 @@
-"""The native kernels: pointers into tensors, handed to adam.cpp by a fixed set of threads.
+"""The native kernels: pointers into tensors, handed to native.cpp by a fixed set of threads.
 
 Short vectors run on the caller's thread. Longer ones are shared with the helpers; the caller takes part, so
 it never waits for a helper that is busy elsewhere. Results do not depend on who did what.
@@ -228,7 +228,7 @@ class NativeKernels:
 
 
 def _work_off(calls: Iterable[tuple[Call, ctypes.c_int64]]) -> None:
-    """Each with its counter of Note "shared work" in adam.cpp."""
+    """Each with its counter of Note "shared work" in native.cpp."""
     for (function, pointers, length), drawn in calls:
         function(*pointers, ctypes.addressof(drawn), length)
 

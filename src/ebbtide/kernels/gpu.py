@@ -1,4 +1,4 @@
-"""The kernels in Triton, for tensors on a GPU: the operations of adam.cpp, in its order, with its rounding.
+"""The kernels in Triton, for tensors on a GPU: the operations of native.cpp, in its order, with its rounding.
 
 What they compute is in `gpu_code.py`. Importing this needs Triton.
 
@@ -39,7 +39,8 @@ ELEMENTS, BLOCKS, SUMS = 1024, 32, 1024
 ALIGNED, NARROW = 16, 1 << 31
 """Triton compiles anew for addresses and lengths that are no multiples of so much, and for lengths from so much on."""
 
-DECOUPLED = {"adam": False, "adamw": True}
+COEFFICIENTS = 9
+"""That the kernel takes, the scale included; a rule's may be fewer."""
 
 
 class _Kernel:
@@ -69,7 +70,7 @@ class _Kernel:
                 self._made[key] = made
 
 
-_ADAM, _SQUARES, _PAIRWISE = _Kernel(gpu_code.adam), _Kernel(gpu_code.squares), _Kernel(gpu_code.pairwise)
+_UPDATE, _SQUARES, _PAIRWISE = _Kernel(gpu_code.update), _Kernel(gpu_code.squares), _Kernel(gpu_code.pairwise)
 _TOTALS, _DECIDE = _Kernel(gpu_code.totals), _Kernel(gpu_code.decide)
 
 
@@ -97,7 +98,7 @@ class TritonKernels(FallbackKernels):
     """`Kernels` in Triton (see base.py). Sums stay on the device until they are read."""
 
     def update(self, rule: Rule, operands: Operands, coefficients: Sequence[float]) -> None:
-        if rule.name in DECOUPLED:
+        if rule.name in gpu_code.RULES:
             _update(rule, operands, coefficients, None)
         else:
             super().update(rule, operands, coefficients)
@@ -112,7 +113,7 @@ class TritonKernels(FallbackKernels):
         parts = [one.parts if isinstance(one, Sums) else one for one in sums]
         numbers = [one.reshape(-1).to(torch.float64) for one in (*parts, *losses) if isinstance(one, Tensor)]
         known = len(parts) + len(losses) - len(numbers)
-        if not sums or known or len({one.device for one in numbers}) > 1 or rule.name not in DECOUPLED:
+        if not sums or known or len({one.device for one in numbers}) > 1 or rule.name not in gpu_code.RULES:
             return None  # some of it is the host's
         return _Guarded(numbers, len(sums), scaling)
 
@@ -180,12 +181,14 @@ def _update(rule: Rule, o: Operands, coefficients: Sequence[float], scale: Tenso
         return
     parameter = _raw(o.parameter)
     master = parameter if o.master is None else o.master
-    _ADAM(
+    first, second = o.states[0], o.states[-1]
+    _UPDATE(
         triton.cdiv(length, ELEMENTS),
-        (parameter, _raw(o.gradient), master, *o.states, o.states[0] if scale is None else scale),
+        (parameter, _raw(o.gradient), master, first, second, first if scale is None else scale),
         length,
-        coefficients,
-        DECOUPLED[rule.name],
+        (*coefficients, *[0.0] * (COEFFICIENTS - len(coefficients))),
+        rule.name,
+        len(o.states),
         form_of(o.parameter, o.master),
         TYPES[o.gradient.dtype],
         ELEMENTS,

@@ -43,8 +43,26 @@ def _nearest(x, TYPE: tl.constexpr):
         return _number(bits)
 
 
+RULES = ("adam", "adamw")
+"""Those that `_step` knows."""
+
+
 @triton.jit
-def adam(
+def _step(p, g, m, v, b1, rest1, b2, rest2, inv_sqrt_bc2, eps, step_size, decay, RULE: tl.constexpr):
+    """An element's update: `p`, and its state, after it; a rule without a second state leaves `v` as it is."""
+    if RULE == "adam":
+        g = g + decay * p
+    m = b1 * m + rest1 * g
+    v = b2 * v + (rest2 * g) * g
+    d = tl.math.sqrt_rn(v) * inv_sqrt_bc2 + eps
+    if RULE == "adamw":
+        p = p * decay
+    p = p - step_size * tl.math.div_rn(m, d)
+    return p, m, v
+
+
+@triton.jit
+def update(
     p_at,
     g_at,
     master_at,
@@ -53,20 +71,22 @@ def adam(
     scale_at,
     n,
     scale,
-    b1,
-    rest1,
-    b2,
-    rest2,
-    inv_sqrt_bc2,
-    eps,
-    step_size,
-    decay,
-    DECOUPLED: tl.constexpr,
+    c1,
+    c2,
+    c3,
+    c4,
+    c5,
+    c6,
+    c7,
+    c8,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
     FORM: tl.constexpr,
     GRADIENT: tl.constexpr,
     SIZE: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
+    """`c1` to `c8`: the rule's coefficients after the scale, in their order."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     if GUARDED:
         scale = tl.load(scale_at)
@@ -81,17 +101,15 @@ def adam(
         p = tl.load(master_at + i, mask=inside, other=0.0)
 
     g = _read(tl.load(g_at + i, mask=inside, other=0), GRADIENT) * scale
-    if not DECOUPLED:
-        g = g + decay * p
-    m = b1 * tl.load(m_at + i, mask=inside, other=0.0) + rest1 * g
-    v = b2 * tl.load(v_at + i, mask=inside, other=0.0) + (rest2 * g) * g
-    d = tl.math.sqrt_rn(v) * inv_sqrt_bc2 + eps
-    if DECOUPLED:
-        p = p * decay
-    p = p - step_size * tl.math.div_rn(m, d)
+    m = tl.load(m_at + i, mask=inside, other=0.0)
+    v = m
+    if STATES == 2:
+        v = tl.load(v_at + i, mask=inside, other=0.0)
+    p, m, v = _step(p, g, m, v, c1, c2, c3, c4, c5, c6, c7, c8, RULE)
 
     tl.store(m_at + i, m, mask=inside)
-    tl.store(v_at + i, v, mask=inside)
+    if STATES == 2:
+        tl.store(v_at + i, v, mask=inside)
     bits = _canonical(p)
     high = (bits + 0x8000) >> 16
     if FORM == "fp32":

@@ -12,7 +12,7 @@ it is off by a bit in one element of 150). Coefficients are rounded to fp32 once
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,13 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from ebbtide.errors import ConfigError
+from ebbtide.update_rules import UPDATE_RULES
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An elementwise update rule.
-
-    `states` are the kinds of state beside the master, in the order in which kernels take them.
+    """An elementwise update rule. `states` are the kinds of state beside the master, as `update_rules` has them.
 
     `coefficients(group, step, scale)` gives fp32 numbers from a param group (lr, betas, eps, weight_decay),
     the step counted from 1, and the factor that the gradient is multiplied by (clipping, loss scale).
@@ -40,10 +39,20 @@ class Rule:
     coefficients: Callable[[Mapping[str, Any], int, float], tuple[float, ...]]
     formula: Callable[[Tensor, Tensor, tuple[Tensor, ...], Sequence[float]], None]
 
+    @property
+    def settings(self) -> Iterable[str]:
+        """Those that a param group must have."""
+        return UPDATE_RULES[self.name].defaults if self.name in UPDATE_RULES else ("lr",)
 
-def require_settings(group: Mapping[str, Any], place: int) -> None:
-    """Before anything is updated with them."""
-    for key, expected, fits in _SETTINGS:
+
+def _known(name: str, coefficients: Any, formula: Any) -> Rule:
+    return Rule(name, tuple(UPDATE_RULES[name].states), coefficients, formula)
+
+
+def require_settings(group: Mapping[str, Any], place: int, settings: Iterable[str] = ()) -> None:
+    """Before anything is updated with them. `settings`: those that the rule reads; left out, those that are there."""
+    for key in settings or ("lr", *(key for key in group if key in _SETTINGS)):
+        expected, fits = _SETTINGS[key]
         try:
             good = key in group and fits(group[key])
         except (TypeError, ValueError, RuntimeError):
@@ -60,12 +69,12 @@ def _fractions(betas: Any) -> bool:
     return len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
 
 
-_SETTINGS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("lr", "a finite number", lambda value: abs(float(value)) < 1e38),
-    ("betas", "two numbers from 0 up to 1, without 1,", _fractions),
-    ("eps", "a finite number from 0 on", lambda value: 0 <= float(value) < math.inf),
-    ("weight_decay", "a finite number", lambda value: math.isfinite(float(value))),
-)
+_SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "lr": ("a finite number", lambda value: abs(float(value)) < 1e38),
+    "betas": ("two numbers from 0 up to 1, without 1,", _fractions),
+    "eps": ("a finite number from 0 on", lambda value: 0 <= float(value) < math.inf),
+    "weight_decay": ("a finite number", lambda value: math.isfinite(float(value))),
+}
 
 
 def root(x: Tensor) -> Tensor:
@@ -112,6 +121,6 @@ def _adam(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Se
     _move(p32, g, states, coefficients)
 
 
-ADAMW = Rule("adamw", ("momentum", "variance"), partial(_coefficients, decoupled=True), _adamw)
-ADAM = Rule("adam", ("momentum", "variance"), partial(_coefficients, decoupled=False), _adam)
+ADAMW = _known("adamw", partial(_coefficients, decoupled=True), _adamw)
+ADAM = _known("adam", partial(_coefficients, decoupled=False), _adam)
 RULES = {rule.name: rule for rule in (ADAMW, ADAM)}

@@ -43,8 +43,6 @@ from ebbtide.units import format_size, round_up
 WARM_UP_SHARE = 0.2
 EMBEDDINGS = ("wte", "wpe", "embed", "shared.")
 """In names: what PatrickStar keeps out of chunks, so that it does not decide how large they are (v1, 7.2)."""
-MOMENTS = 8
-"""Bytes of momentum and variance, an element."""
 
 
 @dataclass(frozen=True)
@@ -294,11 +292,12 @@ def _setup(
         trained[layout.spans[tensor.name].chunk] |= tensor.trained
     shared = _shared(model, layout) if ask.ranks > 1 else frozenset()
     slices, whole, states = [], [], []
+    moments = ask.config.optimizer.rule.state_bytes
     for chunk in layout.chunks:
         item = ITEMSIZE[chunk.dtype]
         ranks = ask.ranks if chunk.index in shared else model.alike
         count = chunk.size // ranks if whole_slices else Slicing(ranks).slice(chunk.size)
-        state = (MOMENTS + _master_bytes(master, chunk.dtype)) * count if trained[chunk.index] else 0
+        state = (moments + _master_bytes(master, chunk.dtype)) * count if trained[chunk.index] else 0
         slices.append(count * item)
         whole.append((chunk.size if whole_slices else count * ranks) * item if ranks > 1 else 0)
         states.append(state)

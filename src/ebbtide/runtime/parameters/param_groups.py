@@ -38,7 +38,7 @@ class ParamGroups:
         index = {id(p): i for i, p in enumerate(self.data.parameters)}
         found = [-1] * len(index)
         for place, group in enumerate(groups):
-            require_settings(group, place)
+            require_settings(group, place, self.rule.settings)
             for parameter in group["params"]:
                 if id(parameter) in index:
                     found[index[id(parameter)]] = place
