@@ -176,12 +176,12 @@ def test_coefficients_are_fp32_numbers_and_steps_start_at_one():
             rule.coefficients(GROUP, 0, 1.0)
 
 
-def _lion_coefficients(group, step, scale):
+def _sign_coefficients(group, step, scale):
     b1, b2 = group["betas"]
     return tuple(ctypes.c_float(x).value for x in (scale, b1, 1 - b1, b2, 1 - b2, group["lr"]))
 
 
-def _lion(p32, g32, states, coefficients):
+def _signs(p32, g32, states, coefficients):
     scale, b1, rest1, b2, rest2, lr = coefficients
     g = g32 * scale
     p32.sub_((states[0] * b1 + g * rest1).sign_().mul_(lr))
@@ -190,7 +190,7 @@ def _lion(p32, g32, states, coefficients):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rule_of_ones_own_needs_only_its_formula(form):
-    lion = Rule("lion", ("momentum",), _lion_coefficients, _lion)
+    signs = Rule("signs", ("momentum",), _sign_coefficients, _signs)
     start, gradient = torch.randn(300_000), torch.randn(300_000)
     expected, momentum = start.clone(), torch.zeros(300_000)
     results = []
@@ -201,7 +201,7 @@ def test_a_rule_of_ones_own_needs_only_its_formula(form):
         kernels.split(start, parameter, master)
         o = Operands(parameter, gradient, master, (torch.zeros(300_000),))
         for step in (1, 2, 3):
-            kernels.update(lion, o, lion.coefficients(GROUP, step, 0.5))
+            kernels.update(signs, o, signs.coefficients(GROUP, step, 0.5))
         results.append(kernels.join(parameter, master))
     for step in (1, 2, 3):
         _lion(expected, gradient, (momentum,), lion.coefficients(GROUP, step, 0.5))

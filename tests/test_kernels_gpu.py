@@ -159,7 +159,7 @@ def test_what_the_host_has_to_look_at_is_not_guarded():
     assert TRITON.guarded(ADAMW, [], losses, scaling) is None
     assert TRITON.guarded(ADAMW, [*sums, 3.0], losses, scaling) is None
     assert TRITON.guarded(ADAMW, [*sums, None], losses, scaling) is None
-    assert TRITON.guarded(Rule("sgd", (), ADAMW.coefficients, None), sums, losses, scaling) is None
+    assert TRITON.guarded(Rule("unknown", (), ADAMW.coefficients, None), sums, losses, scaling) is None
 
 
 def test_gradient_in_the_parameters_space():
@@ -176,11 +176,11 @@ def test_a_rule_of_ones_own_runs_its_formula():
     def formula(p32, g32, states, coefficients):
         p32.sub_(g32 * coefficients[0])
 
-    sgd = Rule("sgd", (), lambda group, step, scale: (0.5,), formula)
+    plain = Rule("plain", (), lambda group, step, scale: (0.5,), formula)
     o = make("split", torch.float32, 3000)
     expected = copy_of(o)
-    TRITON.update(sgd, o, (0.5,))
-    FALLBACK.update(sgd, expected, (0.5,))
+    TRITON.update(plain, o, (0.5,))
+    FALLBACK.update(plain, expected, (0.5,))
     assert same(o.parameter, expected.parameter)
     assert same(o.master, expected.master)
 

@@ -21,6 +21,8 @@ class RuleFacts:
     """The class in torch.optim that it takes settings and state of."""
     decoupled: bool = False
     """Whether weight decay is none of the gradient's."""
+    steps_in_state: bool = True
+    """Whether torch.optim counts steps in a parameter's state."""
 
     @property
     def state_bytes(self) -> int:

@@ -48,9 +48,10 @@ def by_name(
 
 def _require(rule: RuleFacts, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
     theirs = tuple(rule.states.values())
-    if set(state) != {"step", *theirs}:
+    expected = (*(("step",) if rule.steps_in_state else ()), *theirs)
+    if set(state) != set(expected):
         raise ConfigError(
-            f"optimizer state of {name!r}: expected step, {' and '.join(theirs)}, as torch's {rule.torch} has them, "
+            f"optimizer state of {name!r}: expected {' and '.join(expected)}, as torch's {rule.torch} has them, "
             f"found {', '.join(sorted(state)) or 'nothing'}"
         )
     for kind in theirs:
@@ -71,7 +72,7 @@ def take(session: Session, found: Mapping[str, Mapping[str, Any]]) -> int:
         laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype)
         laid.copy_(value)
         part.store(0, laid.as_strided((part.numel,), (1,)))
-    steps = {name: int(state["step"]) for name, state in found.items()}
+    steps = {name: int(state.get("step", 0)) for name, state in found.items()}
     session.updates.param_groups.counts[:] = [steps.get(name, 0) for name in session.data.names]
     session.unmanaged.steps.update({name: steps.get(name, 0) for name in session.unmanaged.steps})
     return max(steps.values(), default=0)
