@@ -204,7 +204,7 @@ def test_a_rule_of_ones_own_needs_only_its_formula(form):
             kernels.update(signs, o, signs.coefficients(GROUP, step, 0.5))
         results.append(kernels.join(parameter, master))
     for step in (1, 2, 3):
-        _lion(expected, gradient, (momentum,), lion.coefficients(GROUP, step, 0.5))
+        _signs(expected, gradient, (momentum,), signs.coefficients(GROUP, step, 0.5))
     assert same(results[0], expected)
     assert same(results[1], expected)
 
