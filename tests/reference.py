@@ -88,9 +88,11 @@ def train(
     clip: float | None = None,
     accumulate: int = 1,
     ranks: int = 1,
+    update: Callable[..., None] | None = None,
 ) -> tuple[str, list[float]]:
     """The hash of the fp32 masters in name order after `steps` updates, and the losses. `ranks`: so many take a batch
-    each in turn; gradients are added in their order in fp32, and the mean is rounded once."""
+    each in turn; gradients are added in their order in fp32, and the mean is rounded once. `update(p, g, m)`: another
+    rule than AdamW, of fp32 numbers in place."""
     dtype = ROUND[precision]
     masters = {n: p.detach().clone() for n, p in model.named_parameters()}
     model.to(dtype)
@@ -122,6 +124,10 @@ def train(
             first, second = 1 - betas[0] ** counts[name], 1 - betas[1] ** counts[name]
             p, (m, v) = masters[name], moments[name]
             g = parameter.grad.float() * f32(scale)
+            if update is not None:
+                update(p, g, m)
+                parameter.data, parameter.grad = to_parameter(p, dtype), None
+                continue
             m.copy_((m * f32(betas[0])) + (g * f32(1 - betas[0])))
             v.copy_((v * f32(betas[1])) + ((g * f32(1 - betas[1])) * g))
             # torch's fp32 sqrt is not correctly rounded everywhere; rounded from fp64 it is.

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from ebbtide.kernels import ADAM, ADAMW, FallbackKernels, Operands, Rule, Scaling, gpu_kernels
+from ebbtide.kernels import ADAMW, RULES, FallbackKernels, Operands, Rule, Scaling, gpu_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -22,7 +22,7 @@ FORMS = {
 VARIANTS = [(f, g) for f, (p, _) in FORMS.items() for g in dict.fromkeys((p, torch.float32))]
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (0, 1, 1023, 1025, 20_000) if DEVICE == "cpu" else (0, 1, 1023, 1025, 20_000, 3_000_001)
-GROUP = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-20, "weight_decay": 0.1}
+GROUP = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-20, "weight_decay": 0.1, "momentum": 0.9}
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -47,7 +47,7 @@ def wild(n, seed, dtype=torch.float32):
     return x.to(DEVICE, dtype)
 
 
-def make(form, gradient, n):
+def make(form, gradient, n, rule=ADAMW):
     dtype, master_dtype = FORMS[form]
     parameter = torch.empty(n, dtype=dtype, device=DEVICE)
     master = None if master_dtype is None else torch.empty(n, dtype=master_dtype, device=DEVICE)
@@ -55,7 +55,7 @@ def make(form, gradient, n):
     variance = wild(n, 2).abs() * 0.01
     given = wild(n, 3, gradient)
     variance[::7], given[::7] = 1e-41, 0.0  # a root of a subnormal, which must not be flushed to zero
-    return Operands(parameter, given, master, (wild(n, 1) * 0.01, variance))
+    return Operands(parameter, given, master, (wild(n, 1) * 0.01, variance)[: len(rule.states)])
 
 
 def copy_of(o):
@@ -67,11 +67,11 @@ def written(o):
     return [t for t in (o.parameter, o.master, *o.states) if t is not None]
 
 
-@pytest.mark.parametrize("rule", [ADAM, ADAMW], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 @pytest.mark.parametrize(("form", "gradient"), VARIANTS)
 def test_update(rule, form, gradient):
     for n in SIZES:
-        mine = make(form, gradient, n)
+        mine = make(form, gradient, n, rule)
         theirs = copy_of(mine)
         for step in (1, 2, 100):
             coefficients = rule.coefficients(GROUP, step, 0.37)

@@ -47,6 +47,8 @@ class OptimizerConfig(Section):
     lr: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
     betas: Annotated[tuple[float, float], optional(pair(_fraction))] = None  # type: ignore[assignment]
     eps: Annotated[float, optional(_positive)] = None  # type: ignore[assignment]
+    momentum: Annotated[float, optional(_fraction)] = None  # type: ignore[assignment]
+    """Of sgd: how much of the last update goes into the next one."""
     weight_decay: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
     follows: ClassVar[tuple[str, ...]] = ()
     """Settings that were left out."""

@@ -37,6 +37,19 @@ UPDATE_RULES = {
     for rule in (
         RuleFacts("adamw", _MOMENTS, {**_ADAM, "weight_decay": 0.01}, "AdamW", decoupled=True),
         RuleFacts("adam", _MOMENTS, {**_ADAM, "weight_decay": 0.0}, "Adam"),
+        RuleFacts(
+            "lion",
+            {"momentum": "exp_avg"},
+            {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+            decoupled=True,
+        ),
+        RuleFacts(
+            "sgd",
+            {"momentum": "momentum_buffer"},
+            {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+            "SGD",
+            steps_in_state=False,
+        ),
     )
 }
 BY_TORCH = {rule.torch: rule for rule in UPDATE_RULES.values() if rule.torch}
@@ -48,5 +61,7 @@ MEAN_NOTHING: dict[str, tuple[Any, ...]] = {
     "foreach": (None, False, True),
     "fused": (None, False, True),
     "decoupled_weight_decay": (False, True),
+    "dampening": (0,),
+    "nesterov": (False,),
 }
 """What torch's optimizers have besides, and with which values it means nothing here."""

@@ -43,21 +43,45 @@ def _nearest(x, TYPE: tl.constexpr):
         return _number(bits)
 
 
-RULES = ("adam", "adamw")
+RULES = ("adam", "adamw", "lion", "sgd")
 """Those that `_step` knows."""
 
 
 @triton.jit
-def _step(p, g, m, v, b1, rest1, b2, rest2, inv_sqrt_bc2, eps, step_size, decay, RULE: tl.constexpr):
-    """An element's update: `p`, and its state, after it; a rule without a second state leaves `v` as it is."""
-    if RULE == "adam":
+def _adam(p, g, m, v, b1, rest1, b2, rest2, inv_sqrt_bc2, eps, step_size, decay, DECOUPLED: tl.constexpr):
+    if not DECOUPLED:
         g = g + decay * p
     m = b1 * m + rest1 * g
     v = b2 * v + (rest2 * g) * g
     d = tl.math.sqrt_rn(v) * inv_sqrt_bc2 + eps
-    if RULE == "adamw":
+    if DECOUPLED:
         p = p * decay
     p = p - step_size * tl.math.div_rn(m, d)
+    return p, m, v
+
+
+@triton.jit
+def _lion(p, g, m, b1, rest1, b2, rest2, lr, keep):
+    direction = b1 * m + rest1 * g
+    sign = tl.where(direction > 0, 1.0, 0.0) - tl.where(direction < 0, 1.0, 0.0)
+    return p * keep - lr * sign, b2 * m + rest2 * g
+
+
+@triton.jit
+def _sgd(p, g, m, kept, lr, decay):
+    m = kept * m + (g + decay * p)
+    return p - lr * m, m
+
+
+@triton.jit
+def _step(p, g, m, v, c1, c2, c3, c4, c5, c6, c7, c8, RULE: tl.constexpr):
+    """An element's update: `p`, and its state, after it; a rule without a second state leaves `v` as it is."""
+    if RULE == "lion":
+        p, m = _lion(p, g, m, c1, c2, c3, c4, c5, c6)
+    elif RULE == "sgd":
+        p, m = _sgd(p, g, m, c1, c2, c3)
+    else:
+        p, m, v = _adam(p, g, m, v, c1, c2, c3, c4, c5, c6, c7, c8, RULE == "adamw")
     return p, m, v
 
 

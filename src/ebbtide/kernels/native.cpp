@@ -182,6 +182,37 @@ INLINE void adam(Form at, const Gradient *, const void *gradient, void *const *s
     }
 }
 
+template <class Form, class Gradient>
+INLINE void lion(Form at, const Gradient *, const void *gradient, void *const *states, const float *c, const Work &of) {
+    const auto *const g_at = static_cast<const typename Gradient::Stored *>(gradient);
+    auto *const m_at = static_cast<float *>(states[0]);
+    const float scale = c[0], b1 = c[1], rest1 = c[2], b2 = c[3], rest2 = c[4], lr = c[5], keep = c[6];
+    const int64_t end = of.end;
+    EACH_ALONE
+    for (int64_t i = of.begin; i < end; i++) {
+        const float p = Form::load(at, i), g = Gradient::read(g_at[i]) * scale, m = m_at[i];
+        const float direction = b1 * m + rest1 * g;
+        const float sign = float(direction > 0.0f) - float(direction < 0.0f);
+        m_at[i] = b2 * m + rest2 * g;
+        Form::store(at, i, p * keep - lr * sign);
+    }
+}
+
+template <class Form, class Gradient>
+INLINE void sgd(Form at, const Gradient *, const void *gradient, void *const *states, const float *c, const Work &of) {
+    const auto *const g_at = static_cast<const typename Gradient::Stored *>(gradient);
+    auto *const m_at = static_cast<float *>(states[0]);
+    const float scale = c[0], kept = c[1], lr = c[2], decay = c[3];
+    const int64_t end = of.end;
+    EACH_ALONE
+    for (int64_t i = of.begin; i < end; i++) {
+        const float p = Form::load(at, i), g = Gradient::read(g_at[i]) * scale + decay * p;
+        const float m = kept * m_at[i] + g;
+        m_at[i] = m;
+        Form::store(at, i, p - lr * m);
+    }
+}
+
 // What `adam` reads and writes, with next to no arithmetic: the speed limit that the benchmark holds it against.
 template <class Form, class Gradient>
 INLINE void stream(Form at, const Gradient *, const void *gradient, void *const *states, const float *,
@@ -300,6 +331,8 @@ template <class Word> INLINE bool any_full(const Word *x, int64_t begin, int64_t
 #define UPDATES(form, Form, gradient, Gradient)                                    \
     UPDATE(adam, adam<false>, form, Form, gradient, Gradient)                      \
     UPDATE(adamw, adam<true>, form, Form, gradient, Gradient)                      \
+    UPDATE(lion, lion, form, Form, gradient, Gradient)                             \
+    UPDATE(sgd, sgd, form, Form, gradient, Gradient)                               \
     UPDATE(stream, stream, form, Form, gradient, Gradient)
 
 UPDATES(split, Split, bf16, Bf16)

@@ -72,6 +72,7 @@ def _fractions(betas: Any) -> bool:
 _SETTINGS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "lr": ("a finite number", lambda value: abs(float(value)) < 1e38),
     "betas": ("two numbers from 0 up to 1, without 1,", _fractions),
+    "momentum": ("a number from 0 up to 1, without 1,", lambda value: 0 <= float(value) < 1),
     "eps": ("a finite number from 0 on", lambda value: 0 <= float(value) < math.inf),
     "weight_decay": ("a finite number", lambda value: math.isfinite(float(value))),
 }
@@ -123,4 +124,35 @@ def _adam(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Se
 
 ADAMW = _known("adamw", partial(_coefficients, decoupled=True), _adamw)
 ADAM = _known("adam", partial(_coefficients, decoupled=False), _adam)
-RULES = {rule.name: rule for rule in (ADAMW, ADAM)}
+
+
+def _lion_coefficients(group: Mapping[str, Any], step: int, scale: float) -> tuple[float, ...]:
+    b1, b2 = map(float, group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    return tuple(array("f", (scale, b1, 1 - b1, b2, 1 - b2, lr, 1 - lr * decay)))
+
+
+def _lion(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
+    [momentum] = states
+    scale, b1, rest1, b2, rest2, lr, keep = coefficients
+    g = g32 * scale
+    direction = (momentum * b1).add_(g * rest1)
+    sign = (direction > 0).float().sub_((direction < 0).float())
+    momentum.mul_(b2).add_(g * rest2)
+    p32.mul_(keep).sub_(sign.mul_(lr))
+
+
+def _sgd_coefficients(group: Mapping[str, Any], step: int, scale: float) -> tuple[float, ...]:
+    return tuple(array("f", (scale, *(float(group[key]) for key in ("momentum", "lr", "weight_decay")))))
+
+
+def _sgd(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
+    [momentum] = states
+    scale, kept, lr, decay = coefficients
+    momentum.mul_(kept).add_((g32 * scale).add_(p32 * decay))
+    p32.sub_(momentum * lr)
+
+
+LION = _known("lion", _lion_coefficients, _lion)
+SGD = _known("sgd", _sgd_coefficients, _sgd)
+RULES = {rule.name: rule for rule in (ADAMW, ADAM, LION, SGD)}
