@@ -39,9 +39,6 @@ ELEMENTS, BLOCKS, SUMS = 1024, 32, 1024
 ALIGNED, NARROW = 16, 1 << 31
 """Triton compiles anew for addresses and lengths that are no multiples of so much, and for lengths from so much on."""
 
-COEFFICIENTS = 9
-"""That the kernel takes, the scale included; a rule's may be fewer."""
-
 
 class _Kernel:
     """A function in Triton, with what it was compiled to."""
@@ -186,7 +183,7 @@ def _update(rule: Rule, o: Operands, coefficients: Sequence[float], scale: Tenso
         triton.cdiv(length, ELEMENTS),
         (parameter, _raw(o.gradient), master, first, second, first if scale is None else scale),
         length,
-        (*coefficients, *[0.0] * (COEFFICIENTS - len(coefficients))),
+        (*coefficients, *[0.0] * (gpu_code.COEFFICIENTS - len(coefficients))),
         rule.name,
         len(o.states),
         form_of(o.parameter, o.master),

@@ -45,6 +45,8 @@ def _nearest(x, TYPE: tl.constexpr):
 
 RULES = ("adam", "adamw", "lion", "sgd")
 """Those that `_step` knows."""
+COEFFICIENTS = 9
+"""That `update` takes, the scale included; a rule's may be fewer."""
 
 
 @triton.jit
