@@ -89,6 +89,7 @@ def train(
     accumulate: int = 1,
     ranks: int = 1,
     update: Callable[..., None] | None = None,
+    clip_value: float = math.inf,
 ) -> tuple[str, list[float]]:
     """The hash of the fp32 masters in name order after `steps` updates, and the losses. `ranks`: so many take a batch
     each in turn; gradients are added in their order in fp32, and the mean is rounded once. `update(p, g, m)`: another
@@ -123,7 +124,7 @@ def train(
             counts[name] += 1
             first, second = 1 - betas[0] ** counts[name], 1 - betas[1] ** counts[name]
             p, (m, v) = masters[name], moments[name]
-            g = parameter.grad.float() * f32(scale)
+            g = (parameter.grad.float() * f32(scale)).clamp(-f32(clip_value), f32(clip_value))
             if update is not None:
                 update(p, g, m)
                 parameter.data, parameter.grad = to_parameter(p, dtype), None

@@ -207,6 +207,8 @@ def test_master(precision: str, master: str, resolved: str) -> None:
         ({"device": "cuda"}, "'device': expected a table of settings ([device]), found 'cuda'"),
         ({"device": {"kind": "gpu"}}, "'device.kind': expected one of 'auto', 'cuda', 'cpu', found 'gpu'"),
         ({"optimizer": {"name": "adagrad"}}, "expected one of 'adamw', 'adam', 'lion', 'sgd', found 'adagrad'"),
+        ({"clip": 1.0, "clip_value": 0.5}, "'clip_value': expected one of clip and clip_value, found both"),
+        ({"clip_value": -1}, "'clip_value': expected a number of at least zero"),
         ({"optimizer": {"name": "sgd", "eps": 1e-8}}, "'optimizer.eps': expected none: the rule 'sgd' reads lr"),
         ({"optimizer": {"lr": -1}}, "'optimizer.lr': expected a number of at least zero, found -1"),
         ({"optimizer": {"lr": float("nan")}}, "'optimizer.lr': expected a number of at least zero"),

@@ -71,6 +71,55 @@ def test_bits_are_those_of_a_plain_loop(rule: str, changes: dict[str, Any], fold
     assert (done.sha, done.losses) == wanted
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"accumulate": 2}, {"updates": "in-backward"}, {"precision": "fp16"}],
+    ids=["split", "accumulate", "in-backward", "fp16"],
+)
+def test_elements_of_the_gradient_are_kept_within_a_value(changes: dict[str, Any]) -> None:
+    """Of the mean gradient, and on no placement otherwise than on another."""
+    value, precision = 1e-3, changes.get("precision", "bf16")
+    config = config_of(clip=None, clip_value=value, **changes)
+    peak, model_data, _ = facts("gpt2", "none", config)
+    budgets = [with_budget(config, peak + model_data // share) for share in (2, 6)]
+    found = [run("gpt2", "none", STEPS, one) for one in (config, *budgets)]
+    assert len({done.sha for done in found}) == 1
+    if precision == "bf16":
+        dtype, times = reference.ROUND[precision], changes.get("accumulate", 1)
+        wanted = reference.train(
+            zoo.build("gpt2"),
+            lambda step: batch_of("gpt2", step, dtype, "cpu"),
+            STEPS,
+            accumulate=times,
+            clip_value=value,
+        )
+        assert (found[0].sha, found[0].losses) == wanted
+    free = run("gpt2", "none", STEPS, config | {"clip_value": 0})
+    assert free.sha != found[0].sha
+
+
+def test_a_clipped_gradient_is_torchs() -> None:
+    value = 1e-3
+    model, mine = zoo.build("gpt2"), zoo.build("gpt2")
+    plain = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = {"name": "sgd", "lr": LR}
+    config = config_of(precision="fp32", clip=None, clip_value=value, optimizer=optimizer)
+    engine = ebbtide.initialize(mine, config)
+    try:
+        for step in range(2):
+            batch = zoo.ZOO["gpt2"].batch(step)
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), value)
+            plain.step()
+            plain.zero_grad()
+            engine.backward(engine(**batch).loss)
+            assert engine.step().grad_norm is not None
+        for name, tensor in engine.state_dict().items():
+            assert torch.allclose(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-7), name
+    finally:
+        engine.close()
+
+
 def test_sgd_is_torchs() -> None:
     model, mine = zoo.build("gpt2"), zoo.build("gpt2")
     plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=DECAY)

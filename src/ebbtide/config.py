@@ -134,6 +134,8 @@ class Config(Section):
     accumulate: Annotated[int, whole(most=1_000_000)] = 1
     clip: Annotated[float | None, optional(_not_negative)] = None
     """Global norm; absent or 0: no clipping."""
+    clip_value: Annotated[float | None, optional(_not_negative)] = None
+    """Each element of the mean gradient is kept within it, up and down; absent or 0: no clipping."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()
     host_modules: Annotated[tuple[str, ...], patterns] = ()
     offload_activations: Annotated[str, choice("off", "checkpoints", "all")] = "off"
@@ -154,8 +156,11 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.clip:
-            object.__setattr__(self, "clip", None)
+        for key in ("clip", "clip_value"):
+            if not getattr(self, key):
+                object.__setattr__(self, key, None)
+        if self.clip is not None and self.clip_value is not None:
+            raise refuse(self.key("clip_value"), self.clip_value, "one of clip and clip_value, found both")
         if self.precision == "fp16" and self.master == "split":
             raise refuse(
                 self.key("master"),

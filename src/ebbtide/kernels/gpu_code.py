@@ -45,8 +45,8 @@ def _nearest(x, TYPE: tl.constexpr):
 
 RULES = ("adam", "adamw", "lion", "sgd")
 """Those that `_step` knows."""
-COEFFICIENTS = 9
-"""That `update` takes, the scale included; a rule's may be fewer."""
+COEFFICIENTS = 10
+"""That `update` takes, scale and limit included; a rule's may be fewer."""
 
 
 @triton.jit
@@ -97,6 +97,7 @@ def update(
     scale_at,
     n,
     scale,
+    limit,
     c1,
     c2,
     c3,
@@ -112,7 +113,7 @@ def update(
     SIZE: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """`c1` to `c8`: the rule's coefficients after the scale, in their order."""
+    """`c1` to `c8`: the rule's coefficients after scale and limit, in their order."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     if GUARDED:
         scale = tl.load(scale_at)
@@ -127,6 +128,7 @@ def update(
         p = tl.load(master_at + i, mask=inside, other=0.0)
 
     g = _read(tl.load(g_at + i, mask=inside, other=0), GRADIENT) * scale
+    g = tl.where(g > limit, limit, tl.where(g < -limit, -limit, g))
     m = tl.load(m_at + i, mask=inside, other=0.0)
     v = m
     if STATES == 2:

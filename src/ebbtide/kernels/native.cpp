@@ -156,6 +156,12 @@ template <class Type> struct Rounded {
     INLINE void store(const Rounded &at, int64_t i, float x) { at.parameter[i] = Type::from_master(canonical(x)); }
 };
 
+// A gradient as every rule takes it: scaled by c[0], within c[1].
+template <class Gradient> INLINE float taken(typename Gradient::Stored stored, float scale, float limit) {
+    const float g = Gradient::read(stored) * scale;
+    return g > limit ? limit : g < -limit ? -limit : g;
+}
+
 // Adam (weight decay in the gradient) and AdamW (decoupled). The order of operations is the contract; rule.py has
 // the same in torch, gpu.py in Triton.
 
@@ -163,13 +169,13 @@ template <bool decoupled, class Form, class Gradient>
 INLINE void adam(Form at, const Gradient *, const void *gradient, void *const *states, const float *c, const Work &of) {
     const auto *const g_at = static_cast<const typename Gradient::Stored *>(gradient);
     auto *const m_at = static_cast<float *>(states[0]), *const v_at = static_cast<float *>(states[1]);
-    const float scale = c[0], b1 = c[1], rest1 = c[2], b2 = c[3], rest2 = c[4];
-    const float inv_sqrt_bc2 = c[5], eps = c[6], step_size = c[7], decay = c[8];
+    const float scale = c[0], limit = c[1], b1 = c[2], rest1 = c[3], b2 = c[4], rest2 = c[5];
+    const float inv_sqrt_bc2 = c[6], eps = c[7], step_size = c[8], decay = c[9];
     const int64_t end = of.end;
     EACH_ALONE
     for (int64_t i = of.begin; i < end; i++) {
         float p = Form::load(at, i);
-        float g = Gradient::read(g_at[i]) * scale;
+        float g = taken<Gradient>(g_at[i], scale, limit);
         if (!decoupled) g = g + decay * p;
         const float m = b1 * m_at[i] + rest1 * g;
         const float v = b2 * v_at[i] + (rest2 * g) * g;
@@ -186,11 +192,11 @@ template <class Form, class Gradient>
 INLINE void lion(Form at, const Gradient *, const void *gradient, void *const *states, const float *c, const Work &of) {
     const auto *const g_at = static_cast<const typename Gradient::Stored *>(gradient);
     auto *const m_at = static_cast<float *>(states[0]);
-    const float scale = c[0], b1 = c[1], rest1 = c[2], b2 = c[3], rest2 = c[4], lr = c[5], keep = c[6];
+    const float scale = c[0], limit = c[1], b1 = c[2], rest1 = c[3], b2 = c[4], rest2 = c[5], lr = c[6], keep = c[7];
     const int64_t end = of.end;
     EACH_ALONE
     for (int64_t i = of.begin; i < end; i++) {
-        const float p = Form::load(at, i), g = Gradient::read(g_at[i]) * scale, m = m_at[i];
+        const float p = Form::load(at, i), g = taken<Gradient>(g_at[i], scale, limit), m = m_at[i];
         const float direction = b1 * m + rest1 * g;
         const float sign = float(direction > 0.0f) - float(direction < 0.0f);
         m_at[i] = b2 * m + rest2 * g;
@@ -202,11 +208,11 @@ template <class Form, class Gradient>
 INLINE void sgd(Form at, const Gradient *, const void *gradient, void *const *states, const float *c, const Work &of) {
     const auto *const g_at = static_cast<const typename Gradient::Stored *>(gradient);
     auto *const m_at = static_cast<float *>(states[0]);
-    const float scale = c[0], kept = c[1], lr = c[2], decay = c[3];
+    const float scale = c[0], limit = c[1], kept = c[2], lr = c[3], decay = c[4];
     const int64_t end = of.end;
     EACH_ALONE
     for (int64_t i = of.begin; i < end; i++) {
-        const float p = Form::load(at, i), g = Gradient::read(g_at[i]) * scale + decay * p;
+        const float p = Form::load(at, i), g = taken<Gradient>(g_at[i], scale, limit) + decay * p;
         const float m = kept * m_at[i] + g;
         m_at[i] = m;
         Form::store(at, i, p - lr * m);

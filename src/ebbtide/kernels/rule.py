@@ -13,7 +13,7 @@ it is off by a bit in one element of 150). Coefficients are rounded to fp32 once
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ class Rule:
     """An elementwise update rule. `states` are the kinds of state beside the master, as `update_rules` has them.
 
     `coefficients(group, step, scale)` gives fp32 numbers from a param group (lr, betas, eps, weight_decay),
-    the step counted from 1, and the factor that the gradient is multiplied by (clipping, loss scale).
+    the step counted from 1, and the factor that the gradient is multiplied by (clipping, loss scale). That factor comes
+    first, then the limit of the gradient's elements.
 
     `formula(p32, g32, states, coefficients)` updates p32 and states in place. It leaves g32 alone: this may
     be the gradient itself.
@@ -36,7 +37,7 @@ class Rule:
 
     name: str
     states: tuple[str, ...]
-    coefficients: Callable[[Mapping[str, Any], int, float], tuple[float, ...]]
+    coefficients: Callable[..., tuple[float, ...]]
     formula: Callable[[Tensor, Tensor, tuple[Tensor, ...], Sequence[float]], None]
 
     @property
@@ -83,13 +84,16 @@ def root(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
-def _coefficients(group: Mapping[str, Any], step: int, scale: float, *, decoupled: bool) -> tuple[float, ...]:
+def _coefficients(
+    group: Mapping[str, Any], step: int, scale: float, limit: float = math.inf, *, decoupled: bool
+) -> tuple[float, ...]:
     if step < 1:
         raise ValueError(f"steps are counted from 1, found step {step}")
     lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
     b1, b2 = map(float, group["betas"])
     exact = (
         scale,
+        limit,
         b1,
         1 - b1,
         b2,
@@ -102,9 +106,22 @@ def _coefficients(group: Mapping[str, Any], step: int, scale: float, *, decouple
     return tuple(array("f", exact))
 
 
+def limited(rule: Rule, clip_value: float | None) -> Rule:
+    """The rule, with each element of the gradient kept within a value."""
+    if clip_value is None:
+        return rule
+    return replace(rule, coefficients=partial(rule.coefficients, limit=clip_value))
+
+
+def _taken(g32: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """The gradient as every rule takes it: scaled, and within its limit."""
+    scale, limit, *_ = coefficients
+    return (g32 * scale).clamp_(-limit, limit)
+
+
 def _move(p: Tensor, g: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
     momentum, variance = states
-    _, b1, rest1, b2, rest2, inv_sqrt_bc2, eps, step_size, _ = coefficients
+    _, _, b1, rest1, b2, rest2, inv_sqrt_bc2, eps, step_size, _ = coefficients
     momentum.mul_(b1).add_(g * rest1)
     variance.mul_(b2).add_((g * rest2).mul_(g))
     divisor = root(variance).mul_(inv_sqrt_bc2).add_(eps)
@@ -112,13 +129,13 @@ def _move(p: Tensor, g: Tensor, states: tuple[Tensor, ...], coefficients: Sequen
 
 
 def _adamw(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
-    g = g32 * coefficients[0]
-    p32.mul_(coefficients[8])
+    g = _taken(g32, coefficients)
+    p32.mul_(coefficients[9])
     _move(p32, g, states, coefficients)
 
 
 def _adam(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
-    g = (g32 * coefficients[0]).add_(p32 * coefficients[8])
+    g = _taken(g32, coefficients).add_(p32 * coefficients[9])
     _move(p32, g, states, coefficients)
 
 
@@ -126,30 +143,35 @@ ADAMW = _known("adamw", partial(_coefficients, decoupled=True), _adamw)
 ADAM = _known("adam", partial(_coefficients, decoupled=False), _adam)
 
 
-def _lion_coefficients(group: Mapping[str, Any], step: int, scale: float) -> tuple[float, ...]:
+def _lion_coefficients(
+    group: Mapping[str, Any], step: int, scale: float, limit: float = math.inf
+) -> tuple[float, ...]:
     b1, b2 = map(float, group["betas"])
     lr, decay = float(group["lr"]), float(group["weight_decay"])
-    return tuple(array("f", (scale, b1, 1 - b1, b2, 1 - b2, lr, 1 - lr * decay)))
+    return tuple(array("f", (scale, limit, b1, 1 - b1, b2, 1 - b2, lr, 1 - lr * decay)))
 
 
 def _lion(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
     [momentum] = states
-    scale, b1, rest1, b2, rest2, lr, keep = coefficients
-    g = g32 * scale
+    _, _, b1, rest1, b2, rest2, lr, keep = coefficients
+    g = _taken(g32, coefficients)
     direction = (momentum * b1).add_(g * rest1)
     sign = (direction > 0).float().sub_((direction < 0).float())
     momentum.mul_(b2).add_(g * rest2)
     p32.mul_(keep).sub_(sign.mul_(lr))
 
 
-def _sgd_coefficients(group: Mapping[str, Any], step: int, scale: float) -> tuple[float, ...]:
-    return tuple(array("f", (scale, *(float(group[key]) for key in ("momentum", "lr", "weight_decay")))))
+def _sgd_coefficients(
+    group: Mapping[str, Any], step: int, scale: float, limit: float = math.inf
+) -> tuple[float, ...]:
+    settings = (float(group[key]) for key in ("momentum", "lr", "weight_decay"))
+    return tuple(array("f", (scale, limit, *settings)))
 
 
 def _sgd(p32: Tensor, g32: Tensor, states: tuple[Tensor, ...], coefficients: Sequence[float]) -> None:
     [momentum] = states
-    scale, kept, lr, decay = coefficients
-    momentum.mul_(kept).add_((g32 * scale).add_(p32 * decay))
+    _, _, kept, lr, decay = coefficients
+    momentum.mul_(kept).add_(_taken(g32, coefficients).add_(p32 * decay))
     p32.sub_(momentum * lr)
 
 

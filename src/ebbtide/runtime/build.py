@@ -15,6 +15,7 @@ from ebbtide.config import Config
 from ebbtide.devices import Backend
 from ebbtide.devices.device import when_gone
 from ebbtide.kernels import RULES, Kernels
+from ebbtide.kernels.rule import limited
 from ebbtide.layout import ALONE, Layout, Slicing, build_spread_layout, unit_elements
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk_store import ChunkStore
@@ -165,7 +166,8 @@ def build(
     # Gradients and updates.
     if companions is not None:
         companions.know(names)
-    updates = Updates(RULES[config.optimizer.name], kernels, places, course, queue, config, companions)
+    rule = limited(RULES[config.optimizer.name], config.clip_value)
+    updates = Updates(rule, kernels, places, course, queue, config, companions)
     data.follow_writes_by(Writes(data, kernels["host"], updates.sink.parameter_space, places))
     sharing = None
     if ranks is not None:
