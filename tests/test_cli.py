@@ -22,8 +22,8 @@ TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
 --model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
 --layout --chunk-size --placement --eviction --prefetch --updates --max-staleness --checkpoint-activations
---offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --save-every
---keep --resume --json
+--offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --log-moves
+--save-every --keep --resume --json
 """
 PROMISED = {
     "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",
@@ -399,6 +399,28 @@ def test_a_checkpoint_of_another_model(train: Command, small: str, tmp_path: Pat
     assert train("--model", small, *flags)[0] == 0
     status, _, err = train("--model", "llama-tiny", *flags)
     assert status == 2 and "another model" in err
+
+
+def test_what_each_chunk_moved_is_logged_by_step(train: Command, small: str, tmp_path: Path) -> None:
+    budget = ("--device", "cpu", "--device-memory", "900KB", "--chunk-size", "16KiB")
+    flags = (*budget, "--log-moves", str(tmp_path / "moves.jsonl"), "--steps", "3", "--json")
+    status, out, _ = train("--model", small, *flags)
+    assert status == 0
+    lines = [json.loads(line) for line in (tmp_path / "moves.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    sums: dict[str, int] = {}
+    for line in lines:
+        for links in line["moved"].values():
+            assert links and all(count > 0 for count in links.values())
+            for link, count in links.items():
+                sums[link] = sums.get(link, 0) + count
+    moved = json.loads(out.splitlines()[-1])["moved_bytes"]
+    assert sums["host_to_device"] > 0
+    assert sums == {link: count for link, count in moved.items() if count}
+    status, _, err = train(
+        "--model", small, "--log-moves", str(tmp_path / "none" / "moves.jsonl"), "--steps", "1"
+    )
+    assert status == 2 and "--log-moves: " in err and "cannot be written" in err
 
 
 def test_told_to_end_it_saves_and_can_go_on(small: str, text: str, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def check(name: str, mode: str, steps: int, config: dict[str, Any], split: tuple
     assert peaks["device"] <= device and peaks["host"] <= host
     assert done.stats["moved_bytes"]["ssd_read"] > 0 and done.stats["moved_bytes"]["ssd_write"] > 0
     assert not done.stats["diverged"]
+    for link, count in done.stats["moved_bytes"].items():
+        assert count == sum(links.get(link, 0) for links in done.stats["moved_by_chunk"].values()), link
     return done.stats
 
 

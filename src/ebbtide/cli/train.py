@@ -65,6 +65,9 @@ def train(
         Path | None, Option(help="Settings in TOML or JSON; a flag overrides its setting.")
     ] = None,
     out: Annotated[Path | None, Option(help="Folder for metrics and the trained weights.")] = None,
+    log_moves: Annotated[
+        Path | None, Option(help="A file (JSON lines): what each chunk moved over each link in each step.")
+    ] = None,
     save_every: Annotated[int, Option(help="Steps between checkpoints, in --out; 0: none.")] = 0,
     keep: Annotated[int, Option(help="Checkpoints that stay, the newest.")] = 2,
     resume: Annotated[
@@ -116,7 +119,7 @@ def train(
         training = Training(task, settings, world=world)
         try:
             ours = settings.precision != asked
-            result = _run(training, out, resume, json or not world.first, ours)
+            result = _run(training, out, log_moves, resume, json or not world.first, ours)
         finally:
             training.close()
     if world.first:
@@ -165,12 +168,17 @@ def _open_folder(out: Path) -> None:
 
 
 def _run(
-    training: Training, out: Path | None, resume: str | None, json: bool, precision_is_ours: bool
+    training: Training,
+    out: Path | None,
+    log_moves: Path | None,
+    resume: str | None,
+    json: bool,
+    precision_is_ours: bool,
 ) -> dict[str, Any]:
     """What training came to."""
     from ebbtide.cli.checkpoints import Checkpoints
     from ebbtide.cli.output import say, with_progress
-    from ebbtide.cli.run_folder import Metrics, save_model
+    from ebbtide.cli.run_folder import Metrics, MovesLog, save_model
 
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None
@@ -180,10 +188,13 @@ def _run(
     first = training.world.first
     with (
         Metrics(out if first else None, training.history) as metrics,
+        MovesLog(log_moves if first else None) as moves,
         checkpoints.told_to_end() if saving else nullcontext(),
     ):
         for step in with_progress(training, json):
             metrics.add(step)
+            if log_moves is not None:
+                moves.add(step.number, training.engine.stats()["moved_by_chunk"])
             if precision_is_ours and not json and len(training.history) == training.resumed + 1:
                 say("this processor has no bf16 instructions: the precision is fp32 (else: --precision bf16)")
             if step.valid_loss is not None and not json:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from threading import Lock
 
 TIERS = ("device", "host", "ssd")
 """From the warmest to the coldest."""
@@ -28,6 +30,21 @@ class Traffic:
     evictions: int = 0
     drops: int = 0
 
+    _of_chunks: Counter[tuple[int, str]] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock)
+    """The computation's thread counts, and the one that updates."""
+
     def count(self, link: str, nbytes: int, chunk: int | None = None) -> None:
         """Every byte that moves comes through here; `chunk`: of which chunk it is, where it is of one."""
-        self.moved[link] += nbytes
+        with self._lock:
+            self.moved[link] += nbytes
+            if chunk is not None:
+                self._of_chunks[chunk, link] += nbytes
+
+    def by_chunk(self) -> dict[int, dict[str, int]]:
+        """Bytes by chunk and link. Activations and tokens are of no chunk."""
+        found: dict[int, dict[str, int]] = {}
+        with self._lock:
+            for (chunk, link), nbytes in sorted(self._of_chunks.items()):
+                found.setdefault(chunk, {})[link] = nbytes
+        return found

@@ -13,6 +13,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
     plan = course.plan
     return {
         "moved_bytes": dict(traffic.moved),
+        "moved_by_chunk": traffic.by_chunk(),
         "fetches": traffic.fetches,
         "stall_seconds": dict(traffic.stalls),
         "offloaded_bytes": 0
