@@ -1,9 +1,7 @@
-"""Plain data from a file, looked at before it is believed: types, ranges and names, with the place of what is wrong.
+"""What a checkpoint says of a run beside its values: checked field by field before anything is taken over.
 
-What a checkpoint says of a run beside its values, looked at before anything is taken over.
-
-A file is input like any other: of each fact the type, the range and the names are checked, and settings and random
-numbers are tried where nothing hangs on them. `resume.py` writes these facts and takes them over.
+A file is input like any other. Types, ranges and names are checked, and settings and random numbers are tried where
+nothing depends on them. `resume.py` writes these facts and takes them over.
 """
 
 from __future__ import annotations

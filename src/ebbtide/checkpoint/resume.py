@@ -1,10 +1,6 @@
-"""Optimizer state from a torch.optim.AdamW or Adam, into the chunks.
-
-All of it is looked at before anything is changed.
-
-What a run needs beside its values to go on as if it had never stopped.
-
-Optimizer settings, step counts, the loss scale, random numbers, traces: plain data, said and taken back here.
+"""What a run needs beside its values to go on as if it had never stopped: optimizer settings, step counts, the loss
+scale, random numbers, traces; and moments that come from an optimizer of torch's. All of it is checked before
+anything changes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Products of matrices in half precision, on processors that have no instructions for them.
-
-The CPU as a device: a RAM budget that chunks are really copied into and out of.
+"""The CPU as a device: a RAM budget that chunks are really copied into and out of.
 
 Note [one pool of slabs]: device and host tier are both RAM here, so what one tier frees serves the other. An evicted
 chunk's memory is what the next chunk lands in, and RSS stays at what is reserved.

@@ -1,11 +1,8 @@
 """What the runtime asks of a compute device.
 
-Memory is handed out as flat uint8 tensors. A copy starts at once and runs beside the computation, after
-everything the compute stream was given before it; its event says when it is over. `Event.wait` orders the
-computation after the copy (on a GPU the host goes on at once), `Event.synchronize` blocks the host, which
-is what the host's own reads and writes need.
-
-Work that waits for threads of ours, on whatever thread it comes up.
+Memory is handed out as flat uint8 tensors. A copy starts at once and runs beside the computation, after everything that
+the compute stream was given before it. `Event.wait` orders the computation after the copy (on a GPU the host goes on at
+once); `Event.synchronize` blocks the host, for the host's own reads and writes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Mapped memory, for a tensor each: it is mapped until the last one that shares the tensor's storage is gone.
+"""Memory of chunks, from one pool of the process: fresh memory is dear, so the next chunk gets what the last one left.
 
-Memory of chunks, from the pool of the process: fresh memory is dear, so what one leaves the next one has.
-
-Where torch's own tensors are the pool's, too (`backend.heap`), what activations leave is for chunks, and the other way
-round. Without the native library every slab is mapped anew.
+Where torch's own tensors are the pool's, too (`devices.heap`), activations and chunks use the same memory in turn.
+Without the native library every slab is mapped anew, and unmapped when the last tensor that shares its storage is gone.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ tensors, at the same places. Every number in a row (bytes, moments, parameters) 
 depth, and in a layer's place among those that were added; the layers that were there before must lie on it, too. Where
 all of that holds a deeper model's trace is read off the lines. Where it does not (layers of two kinds, in turn) nothing
 is foreseen.
-
-Whether a model's layers do the same one after the other, so that a few tell what many do.
 """
 
 from __future__ import annotations

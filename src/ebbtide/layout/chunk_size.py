@@ -1,15 +1,8 @@
-"""The three ways to cut a sequence of tensors into chunks, on plain numbers.
+"""Three ways to cut a sequence of tensors into chunks, on plain numbers, and the search for the size to cut them by.
 
-A cut takes the sizes of tensors that may share a chunk, in definition order and rounded up to the alignment,
-and says which chunk each goes to and how large the chunks are. It never reorders: within a chunk, tensors lie
-in definition order.
-
-The search for the chunk size: offline, pure, a bounded number of packings.
-
-Large chunks fill a link and cost little bookkeeping; small ones follow the tide more closely. So there is a
-target, and around it the size that fits the model's own repetition: a chunk that ends where layers end wastes
-nothing. What is tried are multiples of whole layers, the sums of neighbouring tensors that recur most often,
-and a plain ladder of sizes.
+A cut takes the sizes of tensors that may share a chunk, in definition order and rounded up to the alignment, and says
+which chunk each goes to. It never reorders. Large chunks fill a link; small ones follow the tide more closely. So the
+search has a target, and tries sizes around it: whole layers, sums of neighbouring tensors that recur, a plain ladder.
 """
 
 from __future__ import annotations

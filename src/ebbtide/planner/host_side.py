@@ -1,13 +1,11 @@
-"""Bytes of the host in pages: a page is taken as a whole, and neighbouring chunks may share one.
-
-What the host holds of what the device does not, and what goes to SSD because the host is too small.
+"""What the host holds of what the device does not, and what goes to SSD because the host is too small.
 
 Parameters and gradients of chunks that the host updates come first: they cross the link in every iteration. Then
 optimizer state, in the model's order: forward wants the first chunks first, and meanwhile the state of others can be
-read. Updates in backward want an even stream (`filling_order`). What is left is streamed from SSD and back; where the
-device is RAM beside SSD, but for the first pieces of one chunk that does not fit as a whole: a tied embedding is often
-that, its update comes last and is waited for first. Only where the gradients and the rest leave no room for parameters
-do these go to SSD, too.
+read. Updates in backward want an even stream (`filling_order`). The rest is streamed from SSD and back; where the
+device is RAM beside SSD, one chunk that does not fit as a whole (often a tied embedding) keeps its first pieces.
+Parameters go to SSD only where gradients and the rest leave them no room. The host takes a page as a whole, which
+neighbours may share.
 """
 
 from __future__ import annotations

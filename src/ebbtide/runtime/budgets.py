@@ -1,4 +1,4 @@
-"""What is managed, in which dtype, within which budgets: decided once, before anything is moved."""
+"""How many bytes each tier has, and whether the model data fits: decided once, before anything is moved."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The user's values on their way into chunks when an engine begins, and back where it cannot.
-
-Chunks that come to be trained after the beginning.
+"""The user's values on their way into chunks, at the beginning or when a parameter is unfrozen, and back where that
+fails.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""A backward pass that the user's code started, looked at operator by operator.
+"""Exact live bytes of non-model data: a dispatch mode that follows storages, or the allocator's counters.
 
-Autograd runs every node of a graph under the thread-local state that its caller had: a dispatch mode that is pushed
-while one node runs is gone with it. So the mode is pushed before each node and popped after it. What autograd adds up
-between two nodes it adds without the mode; the next node is given the sum.
+On the CPU every operator's outputs are seen as they are made and a weak reference says when their storage dies; on CUDA
+the allocator keeps the peak, and the meter is told when chunks come and go so that a prefetch is no activation.
 
-Exact live bytes of non-model data: a dispatch mode that follows storages, or the allocator's counters.
-
-Nothing is polled. On the CPU every operator's outputs are seen as they are made and a weak reference says
-when their storage dies; on CUDA the allocator keeps the peak, and the meter is told when chunks come and go
-so that a prefetch is not taken for an activation.
+Note [by node]: in a backward that the user's code started, autograd runs every node under the thread-local state of its
+caller, and a dispatch mode that is pushed while one node runs is gone with it. So the mode is pushed before each node
+and popped after it.
 """
 
 from __future__ import annotations

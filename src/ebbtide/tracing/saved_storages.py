@@ -1,13 +1,8 @@
-"""What autograd keeps for backward beyond a module's outputs, where the loss is computed outside of it.
+"""Which saved tensors could leave the device until backward, and what else holds them meanwhile.
 
-The engine does not see the user's own operators between forward and backward. When backward begins, the graph from the
-loss to the outputs says what they have saved.
-
-Which saved tensors could leave the device until backward, and what else holds them meanwhile.
-
-Autograd saves an input of an operator that somebody else may hold as well: the next layer, the user. Only once
-all others have let go does it help the device that a copy lies elsewhere. The use count of the storage, less what we
-hold ourselves, says so.
+Autograd saves an input of an operator that the next layer, or the user, may hold as well. Once all others have let go
+it helps the device that a copy lies elsewhere: the storage's use count, less our own, says so. What the user's
+operators save between outputs and loss is read from the graph when backward begins.
 """
 
 from __future__ import annotations

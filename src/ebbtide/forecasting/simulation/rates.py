@@ -1,7 +1,4 @@
-"""What a rank's operators, moves, collectives and updates take on a machine, and which resources they share.
-
-What decides how a planned iteration runs, beside the plan itself.
-"""
+"""What a rank's operators, moves, collectives and updates take on a machine, and which resources they share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""How much memory would do for what does not fit.
-
-An outlook in words: one sentence on whether it fits, how near the bound it runs, what holds it back, what would
-lift it.
+"""An outlook in words: whether it fits and how much memory would do, how near the bound it runs, what holds it back,
+what would lift it.
 """
 
 from __future__ import annotations

@@ -1,30 +1,24 @@
-"""Gradients exchanged a block at a time, where the device has no room for what all send of a whole chunk.
-
-In each round every rank sends every other one a block of the slice that is that one's, and adds up what came, in rank
-order, as for a whole chunk. The sum goes over the rank's own slice of the whole, which nobody else wants; what came
-takes one slice of memory. At the end the sums are where it was.
-
-Gradients on their way from wholes to slices: exchanged between ranks beside the computation, and added up.
+"""Gradients on their way from whole chunks to slices: exchanged between ranks beside the computation, and added up.
 
 One reduction is under way at a time. Where it was promised, each rank says whether it has the gradients that it is to
 have, and goes on; a thread hears what the others say, and starts the exchange where all are ready. Where only some are,
-the chunk waits for the end of the pass; where none is, it is as if nothing had been promised. What came is *summed* into
-the slice when the next reduction begins, when ranks agree on something else, or as soon as the room of the whole is
-wanted.
+the chunk waits for the end of the pass; where none is, it is as if nothing had been promised. What came is *summed*
+into the slice when the next reduction begins, when ranks agree on something else, or as soon as the room of the whole
+is wanted.
 
-Note [order]: exchanges of a crew have a process group and a thread of their own, which starts them in the order in which
-they were asked for; before its next collective a rank waits until the exchange has started, and before its next exchange
-until this one is over, so there is never a second one, of this crew or another. While the pass goes on nobody
-waits for what another rank has still to come to, only for what it must have come to before: so user code that talks to
-other ranks in between cannot make two of them wait for each other.
+Note [order]: each group of ranks has a process group and a thread for exchanges, which starts them in the order in
+which they were asked for. Before its next collective a rank waits until the exchange has started, and before its next
+exchange until this one is over, so there is never a second one. While the pass goes on a rank waits only for what
+another must have come to before: so user code that talks to other ranks in between cannot make two of them wait for
+each other.
 
 Note [in slices]: room for what all send of a whole chunk is kept for good. Where some rank has no plan with that much
-less, or none yet, all of them go on in slices: they send each other a block of their slices at a time, and what is
-kept is one slice. Sums come out the same. It is slower, so it is for those who could not train otherwise; nothing is
-promised then, for a rank that has no use for a gather has no room either. The thread does the rounds by itself: a rank
-in the midst of user code does not keep the others waiting.
+less, or none yet, all of them send each other a block of their slices at a time (`trade_slices`), and one slice of room
+is kept. The sum goes over the rank's own slice of the whole. Sums come out the same; it is slower. Nothing is promised
+then, for a rank that has no use for a gather has no room either.
 
-Note [at once]: updates in backward follow from a sum, and ask all ranks something. They wait for the sum where they are.
+Note [at once]: updates in backward follow from a sum, and ask all ranks something. They wait for the sum where they
+are.
 """
 
 from __future__ import annotations

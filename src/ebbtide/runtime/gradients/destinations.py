@@ -1,22 +1,14 @@
-"""Gradients that stay where autograd made them until the update.
+"""Where gradients may lie until their update, other than in a chunk on the device.
 
-Where a gradient will not leave the device, a chunk for it would only cost a copy: it is kept as the tensor that it
-came as, reserved in the ledger like any chunk. A tensor that anyone else looks at, or that is laid out otherwise than
-its parameter, is copied all the same.
+In place: a gradient that will not leave the device stays the tensor that autograd made, reserved like any chunk. One
+that others look at, or that is laid out otherwise than its parameter, is copied all the same. An update beside the
+computation is lent what it consumes, for the next gradient may come meanwhile.
 
-An update beside the computation is lent what it consumes: the next gradient of the same parameter may be kept
-meanwhile.
+Host direct: where device and host are both RAM, a gradient that the host will use is copied, or added, to its chunk
+there. Plans give it no chunk on the device.
 
-Gradients that go straight to the host, where device and host are both RAM.
-
-A gradient whose update is on the host would be copied twice: into its chunk, and with it to the host. Where the same
-threads make both copies the first is one too many: the gradient is copied, or added, to where the update reads it. Plans
-give it no chunk on the device.
-
-Gradients in their parameters' space: what it takes to have the parameters again.
-
-With a separate master a parameter is superfluous after its last use in backward, and its gradient may lie where it was.
-Whoever wants the parameter before the update gets it back from the master; the gradient moves to a space of its own.
+In parameter space: with a separate master a parameter is superfluous after its last use in backward, and its gradient
+lies where it was. A reader before the update gets it back from the master, and the gradient moves.
 """
 
 from __future__ import annotations

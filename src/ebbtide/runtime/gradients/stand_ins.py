@@ -1,10 +1,9 @@
-"""Backward passes that an engine started: what one brings to another engine's parameters is no pass of that one's.
-
-What `.grad` shows between backward and the step, where the engine holds the gradients.
+"""What `.grad` shows between backward and the step, where the engine holds the gradients.
 
 A parameter's gradient is in a chunk, or consumed. Were `.grad` None, torch's clip_grad_norm_ would find a norm of 0 and
-another optimizer nothing to do, both without a word. So a stand-in is there, as large as the gradient: it says its shape
-and dtype, and raises where its values are wanted. Whoever sets `.grad` to None drops the gradient, as in plain PyTorch.
+another optimizer nothing to do, both without a word. So a stand-in is there, as large as the gradient: it says its
+shape and dtype, and raises where its values are wanted. Setting `.grad` to None drops the gradient, as in plain
+PyTorch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""State on SSD: the buffers that it passes through, and what must be said when chunks change their homes.
-
-Where optimizer state lives: at first, before there is a plan, and as plans want it.
+"""Where optimizer state lives: at first, before there is a plan, and as plans want it; and the buffers that state on
+SSD passes through.
 """
 
 from __future__ import annotations

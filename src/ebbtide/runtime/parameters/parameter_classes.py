@@ -1,16 +1,14 @@
-"""Parameters that are where their module computes, while no pass runs: who takes their memory is noted.
+"""The classes that parameters wear while no module computes with them.
 
-PyTorch counts a write into a parameter, but not one through `.data`, numpy or a storage. Such a write into a chunk that
-leaves later would be lost without a word. So between passes a parameter that is in place wears a class that notes when
-an alias of that kind is taken, with a checksum; before the next pass, or a read of the value, the bits are compared.
+Away: the chunk is elsewhere, and the parameter's memory is a placeholder of NaN. Shape, dtype, device, gradient and
+hooks answer; a read or write of values raises. It never brings its chunk by itself, for a view that outlives the call
+would keep nothing in place.
+
+InPlace: the chunk is on the device, between passes. PyTorch counts a write into a parameter, but not one through
+`.data`, numpy or a storage, and a chunk that leaves later would lose it. So the class notes who takes such an alias;
+before the next pass, or a read of the value, a checksum tells whether it was written.
+
 In a pass, and within `engine.resident()`, parameters have the class that they came with.
-
-Parameters whose chunk is away: what they are like they say, what they hold they do not.
-
-Such a parameter has a placeholder full of NaN for its memory. So that nobody takes that for its values it wears a class
-of its own meanwhile: shape, dtype, device, gradient and hooks answer, and whatever would read or write values raises. It
-never brings its chunk by itself, for a view that outlives the call would keep nothing in place. While a parameter is
-where its module computes with it, its class is the one that it came with.
 """
 
 from __future__ import annotations

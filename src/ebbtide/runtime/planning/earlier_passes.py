@@ -1,12 +1,9 @@
-"""What passes gave that somebody still holds: memory that the next pass finds taken.
+"""What earlier passes left: outputs that the loop still holds, and forward passes whose backward has not come.
 
-`out = engine(**batch)` keeps the last outputs until forward has given new ones, and a loop that validates may keep those
-of a larger batch. A trace knows what its own pass leaves; what else is there lies beside the plan.
-
-Forward passes that nobody has gone back from yet.
-
-Most often there is one, and backward follows. One whose outputs are gone waits for nothing: whoever validates without
-torch.no_grad makes such. One that comes while others wait (a sum of two losses) takes its room beside what they saved.
+`out = engine(**batch)` keeps the last outputs until forward has given new ones, and a loop that validates may keep
+those of a larger batch. A trace knows what its own pass leaves; the rest lies beside the plan. A forward pass whose
+outputs are gone waits for nothing. One that comes while others wait (a sum of two losses) takes its room beside what
+they saved.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""An engine's portion of device and host, where others train beside it.
+"""By which plan the next pass runs, and with which share of the budget where several engines have one.
 
-Engines take turns: what one computes with can leave for another's pass, its optimizer state stays. So each plans with
-what the state of the others leaves of the device, and with what they leave of the host. That only shrinks, or two
-engines would hand the same bytes to and fro, with state moved in every step; it grows again when one of the others is
-gone. Where not even the least fits, the others give up state until it does, and have less from then on. So do they in
-the middle of a pass where nobody has foreseen what it takes. Where passes are interleaved, what others had in them
-beside the last one is left to them in the next, too.
-
-By which plan the next pass runs: one that is known, one made from an imagined pass, or none yet.
+Engines take turns: chunks that one computes with leave for another's pass, optimizer state stays. So each plans with
+what the others' state leaves of the device and of the host. A share only shrinks, or two engines would hand the same
+bytes to and fro in every step; it grows again when one of the others is gone. Where not even the least fits, the others
+give up state until it does, and have less from then on.
 """
 
 from __future__ import annotations

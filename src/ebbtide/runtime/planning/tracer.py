@@ -1,7 +1,4 @@
-"""Iterations as records: a pass that is followed while it runs, or one that is imagined before it does.
-
-Symbolic traces of a session's passes, so that even the first iteration has a plan.
-"""
+"""Iterations as records: from a pass that runs, or from one that is only imagined, so that even the first has a plan."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Updates on a GPU that are put together while it still computes.
+"""One chunk's update: where its optimizer state lives, with the gradients that are held for it.
 
-Whether gradients are finite, and their norm, the host knows only when the device has come to the end of backward. Where
-it has to know, the device waits for it: so whatever of the updates can be done before is done before. Then all of them
-are started, or were before where the device decides for itself, and their books are kept while the device is at it.
+On the device it is done at once, in the order of the computation. On the host it is a job: the computation goes on, and
+a reader of the chunk waits for it.
 
-One chunk's update: where its optimizer state lives, with the gradients that are held for it.
-
-On the device it is done at once, in the order of the computation. On the host it is a job: the computation goes on,
-and whoever wants the chunk waits for it.
+Note [prelaunched]: on a GPU the host knows the norm only when the device has come to the end of backward, and the
+device would wait for the host. So updates are put together before that, and started together; their books are kept
+while the device is at it.
 """
 
 from __future__ import annotations

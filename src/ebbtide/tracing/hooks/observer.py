@@ -1,16 +1,12 @@
-"""Which parameters are used together: the runs that states are kept for.
+"""What an observer of an execution is told, what it must answer, and of what: units, runs, saved tensors.
 
-A *run* is a set of parameters with the same owning modules, so they are always entered and left together; a
-tied weight is a run of its own with two owners. A *unit* is a module as the observer sees it: the runs it
-owns directly. Both are found once, so that nothing per tensor happens while the model executes.
+A *run* is a set of parameters with the same owning modules, so they are entered and left together; a tied weight is a
+run of its own with two owners. A *unit* is a module as the observer sees it: the runs that it owns. Both are found
+once, so that nothing per tensor happens while the model executes.
 
-Saved tensors that are no model data.
-
-Note [what autograd leaves to hooks]: where there are hooks it neither looks at a saved tensor's version nor
-saves an operator's own output without the operator. So a tensor is kept detached, which shares its version, and
-the version is compared when backward wants it.
-
-What an observer of an execution is told, and what it must answer.
+Note [what autograd leaves to hooks]: where there are hooks it neither looks at a saved tensor's version nor saves an
+operator's own output without the operator. So a tensor is kept detached, which shares its version, and the version is
+compared when backward wants it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
-"""`generate` of transformers' models on several ranks.
-
-Ranks that share chunks go through the same passes, and their texts end at different lengths. transformers lets a rank
-that has finished go on until all have where a module has the mark that torch's FSDP gives: so do the engine's.
-
-Modules of the model that are called by themselves, outside every pass: no step would train them.
-
-Where weights are needed is known for passes only, and so is what activations take. A loss that comes from such a call is
-refused when backward reaches it, before any gradient.
-
-Calls of the root module: whoever calls it begins a pass, as a call of the engine does.
+"""Calls of the root module begin a pass, as a call of the engine does; calls of other modules outside a pass cannot
+train.
 
 torch asks a module for `_compiled_call_impl` before anything else, hooks included. What is put there runs around the
-whole call, so a pass that raises ends as any `with` does; and torch.compile, which would trace through hooks, finds a
-function that it has to leave alone.
+whole call, so a pass that raises ends as any `with` does; torch.compile leaves the function alone. A loss that comes
+from a module called by itself is refused when backward reaches it. `generate` of transformers keeps ranks in step where
+a module has the mark of torch's FSDP, so the engine's modules have it.
 """
 
 from __future__ import annotations

@@ -1,22 +1,9 @@
-"""The workspace of LSTM layers on a CPU, which torch's fake kernel says is empty.
+"""Where fake tensors differ from real ones: a workspace, a layout, a gradient's copy, a copy of a tensor.
 
-It is as large as several of the layer's outputs, and kept for backward. How large only the library that computes such a
-layer knows: a layer of the same size is run on fewer steps, and what it takes grows with their number.
-
-How the results of batch norms lie in memory, which torch's fake kernels say otherwise.
-
-They give a transposed input's strides to what comes out. The real ones give it a memory format: what follows is another
-graph, with copies where views were imagined.
-
-What a write in place to a view costs backward, which fake tensors do not show.
-
-Gradients come to what was written through the view's own function in an imagined pass. In a real one they pass by
-strides, into memory of their own: one copy more. A Linear's output is such a view where its input has three dimensions,
-and an activation in place after it the write.
-
-Copies of tensors in an imagined pass: torch copies and pickles memory that a fake tensor does not have.
-
-`copy.deepcopy` of one corrupts the process's memory, and of a real one while a fake mode is on as well.
+LSTM layers on a CPU keep a workspace that the fake kernel says is empty; a layer of the same size is run on fewer steps
+to see how it grows. Batch norms give what comes out a memory format, not the input's strides. A gradient that comes to
+what was written through a view passes into memory of its own. `copy.deepcopy` of a fake tensor corrupts the process's
+memory.
 """
 
 from __future__ import annotations

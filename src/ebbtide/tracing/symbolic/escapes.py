@@ -1,12 +1,7 @@
-"""Whether the code that asks runs in an imagined pass: `ebbtide.imagining()`.
+"""Whether code runs in an imagined pass (`ebbtide.imagining()`), and which of its tensors outlive it.
 
-A pass is imagined under a fake mode of ours. Torch takes its modes along to the threads of a backward pass, so what asks
-there is told the same; a thread that the user's code started is not in the pass.
-
-Tensors of an imagined pass that outlive it: which they are, and what holds them.
-
-They have no values, so whatever uses one later fails far from where it was kept. The pass's meter knows which storages
-are still alive: where none is, nothing has to be looked for.
+A tensor of an imagined pass has no values, so a later use fails far from where it was kept. The pass's meter knows
+which storages are still alive; where none is, nothing has to be looked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What a pass that is only imagined draws at random is drawn again after it.
-
-What an imagined pass prints, logs or writes to a file is dropped: the real one says it.
+"""What an imagined pass prints, logs or writes to a file is dropped, and what it draws at random is drawn again.
 
 Streams and handlers are muted for the imagined pass alone; other threads go on writing through them.
 """

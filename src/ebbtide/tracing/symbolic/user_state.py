@@ -1,13 +1,8 @@
-"""What user code that runs in a pass can reach, and so may change.
+"""User code's own state is put back after an imagined pass: a forward pass and its hooks run twice where it is
+imagined.
 
-From the modules: their attributes and what those hold, and what the functions of modules and hooks close over, are bound
-to, or name among their globals. What is reached otherwise (a registry that a library asks for) is not.
-
-A pass that is only imagined leaves what the user's code keeps as it was.
-
-A forward pass and its hooks run twice where it is imagined: a list that features are appended to, a counter in a
-closure, a hook that removes itself would know. So what they can reach is held and put back, and what they print, log
-or write is dropped. `reach.py` says how far that goes.
+What they can reach is held and restored: attributes of modules and what those hold, what functions and hooks close
+over, are bound to, or name among their globals. What is reached otherwise (a registry that a library asks for) is not.
 """
 
 from __future__ import annotations

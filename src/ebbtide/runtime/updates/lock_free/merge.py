@@ -1,6 +1,5 @@
-"""Updates that a thread carries out one after the other, and what is known of each when it is over.
-
-What an update of a chunk does with the gradients that wait: all that came since the last one, as one step.
+"""What a lock-free update does with the gradients that wait: all since the last one, as one step; and the thread that
+does it, one update after the other.
 """
 
 from __future__ import annotations

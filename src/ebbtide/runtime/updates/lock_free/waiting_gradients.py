@@ -1,10 +1,8 @@
-"""How far lock-free updates are, by chunk: plain books, kept by the thread that issues the computation.
+"""Gradients that wait for a lock-free update, and how far updates are, by chunk.
 
-Gradients that wait for a lock-free update: those of later steps are added to them.
-
-A step's gradients become the sum as they are, where they lie on the tier of the updates already; else a thread adds them
-when they have arrived there. Steps differ in scale (clipping, loss scaling), so what is added is weighted, and rounded
-once.
+A step's gradients become the sum as they are, where they lie on the tier of the updates already; else a thread adds
+them when they have arrived there. Steps differ in scale (clipping, loss scaling), so what is added is weighted, and
+rounded once. The thread that issues the computation keeps these books.
 """
 
 from __future__ import annotations
