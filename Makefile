@@ -31,7 +31,7 @@ test-all: install test-oldest
 # has an interpreter that current NumPy does not suit; those kernels are checked on a GPU.
 test-oldest: build/oldest/.installed
 	PYTHONPATH=src build/oldest/bin/python -m pytest -n 2 --dist loadgroup --hypothesis-profile ci -m "not heavy" \
-		--ignore tests/test_kernels_gpu.py
+		--ignore tests/kernels/test_kernels_gpu.py
 
 build/oldest/.installed: pyproject.toml $(wildcard src/ebbtide/kernels/*.cpp)
 	test -x build/oldest/bin/python || $(PYTHON) -m venv build/oldest
@@ -61,7 +61,7 @@ wheel-check: wheel
 	rm -rf build/wheel-check
 	$(PYTHON) -m venv build/wheel-check
 	build/wheel-check/bin/python -m pip install -q --disable-pip-version-check $(TORCH) dist/*.whl
-	cd build && PATH=$(CURDIR)/build/wheel-check/bin CXX= wheel-check/bin/python ../tests/try_wheel.py
+	cd build && PATH=$(CURDIR)/build/wheel-check/bin CXX= wheel-check/bin/python ../tests/helpers/try_wheel.py
 
 # For a machine with a GPU: no installation, no network, the Python that is there.
 gpu-check:

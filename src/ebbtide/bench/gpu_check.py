@@ -32,7 +32,7 @@ SECONDS = 520
 """All of it must end within nine minutes."""
 FOR_OFFLOAD = 200
 """Of these, what the tests leave."""
-TESTS = ("tests/test_gpu.py", "tests/test_kernels_gpu.py")
+TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_kernels_gpu.py")
 ROUNDS = 30
 """A step of ours and a plain one, in turn, six seconds in all: ten of each hung on what else the host did."""
 WORKERS = 8

@@ -1,6 +1,6 @@
 """Every private name of Lightning that the strategy relies on, in one place, and the methods that it replaces.
 
-`tests/test_integrations_contract.py` looks each of them up in the installed version, and says which one moved.
+`tests/integrations/test_integrations_contract.py` looks each of them up, and says which one moved.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every private name of TRL that the adapter relies on, in one place.
 
-`tests/test_integrations_contract.py` looks each of them up in the installed version, and says which one moved.
+`tests/integrations/test_integrations_contract.py` looks each of them up, and says which one moved.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ebbtide.kernels import RULES
 from ebbtide.runtime.updates.lock_free.policy import LockFree
 from interrupt import Interrupt
 from sampling import few
-from test_lockfree import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
+from test_lock_free import ELEMENTS, LAYERS, SUMS, TIERS, chain, check, slow, train
 
 POINTS = 24
 """At which a step is interrupted."""

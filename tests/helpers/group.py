@@ -153,7 +153,8 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness", "ebbtide.engine"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    folders = sorted(str(one) for one in Path(__file__).parents[1].iterdir() if one.is_dir())
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
     try:
         forkserver.ensure_running()
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TEXT = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 RECIPES = dict(re.findall(r"^## (.+?)\n.*?^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
 
 

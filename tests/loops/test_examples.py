@@ -13,7 +13,7 @@ import pytest
 from sampling import some
 from test_integrations_trl import causal, tokenizer
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = {
     "sft": {"text": "the a of to and in is it you that he was"},
     "dpo": {"prompt": "the a of", "chosen": " to and in is", "rejected": " it you"},

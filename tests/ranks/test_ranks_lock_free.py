@@ -21,7 +21,7 @@ from ebbtide.memory.disk.space import DiskSpace
 from ebbtide.runtime.process_tiers import Tiers
 from group import group_of
 from harness import batch_of, config_of
-from test_lockfree import ELEMENTS, LAYERS, SUMS, Chain, slow
+from test_lock_free import ELEMENTS, LAYERS, SUMS, Chain, slow
 
 
 def chained(

@@ -174,7 +174,7 @@ def test_a_loop_of_ones_own_has_the_pool_for_the_asking(tmp_path: Path) -> None:
     """Torch's large tensors come from where chunks leave theirs; the numbers stay the same."""
     script = f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
         import torch
         import ebbtide, zoo
         from ebbtide.devices import heap

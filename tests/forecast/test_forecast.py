@@ -524,7 +524,7 @@ def test_ours_trains_at_least_what_all_others_do() -> None:
 
 
 def test_the_example_of_a_plain_loop_runs() -> None:
-    path = Path(__file__).parent.parent / "examples" / "plan_a_plain_loop.py"
+    path = Path(__file__).parents[2] / "examples" / "plan_a_plain_loop.py"
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "moment" in done.stdout and "on the device" in done.stdout

@@ -1,7 +1,7 @@
 """Checkpoints of earlier versions load, and training goes on as it would have then.
 
 `data/checkpoint-0.1` was written by commit f9fb86e, before the rooms of the house were moved:
-`python tests/test_old_checkpoints.py` wrote it there.
+`python tests/checkpoints/test_old_checkpoints.py` wrote it there.
 """
 
 from __future__ import annotations
