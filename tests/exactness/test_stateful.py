@@ -22,8 +22,9 @@ from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.executor import Executor
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
-from ebbtide.runtime.parameters.binding import ModelData, dense, specs_of
+from ebbtide.runtime.parameters.binding import ModelData, dense
 from ebbtide.runtime.parameters.element_access import load_value, store_value
+from ebbtide.runtime.parameters.places import specs_of
 from ebbtide.runtime.updates.update_queue import UpdateQueue
 from ebbtide.tracing.hooks import find_units
 

@@ -35,10 +35,11 @@ from ebbtide.runtime.movement.executor import Executor
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.movement.state_placement import StatePlacement, StateStreaming
-from ebbtide.runtime.parameters.binding import ModelData, specs_of
+from ebbtide.runtime.parameters.binding import ModelData
 from ebbtide.runtime.parameters.host_modules import HostModules
 from ebbtide.runtime.parameters.initial_values import Source
 from ebbtide.runtime.parameters.inplace_writes import Writes
+from ebbtide.runtime.parameters.places import specs_of
 from ebbtide.runtime.parameters.selection import Choice
 from ebbtide.runtime.parameters.unmanaged import Unmanaged
 from ebbtide.runtime.planning.earlier_passes import LiveOutputs, PendingForwards

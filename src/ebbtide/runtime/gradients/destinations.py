@@ -30,7 +30,8 @@ from ebbtide.planner.shape import GRAD
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.protocols import PendingUpdates
-from ebbtide.runtime.parameters.binding import ModelData, Place, dense
+from ebbtide.runtime.parameters.binding import ModelData, dense
+from ebbtide.runtime.parameters.places import Place
 
 
 class WatchesStorages(Protocol):

@@ -23,7 +23,7 @@ from ebbtide.planner.states import RunStates, State
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.plan_cursor import IDLE, REVERSING, RUNNING, PlanCursor
 from ebbtide.runtime.movement.protocols import PendingUpdates, TakesGradients
-from ebbtide.runtime.parameters.binding import SavedWeight
+from ebbtide.runtime.parameters.places import SavedWeight
 from ebbtide.tracing.hooks import Unit
 from ebbtide.tracing.hooks.observer import SavedTensor
 from ebbtide.tracing.live_recorder import Recorder

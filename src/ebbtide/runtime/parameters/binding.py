@@ -11,54 +11,29 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from ebbtide.errors import IntegrityError, StateError
-from ebbtide.layout import Layout, TensorSpec
+from ebbtide.layout import Layout
 from ebbtide.memory.chunk import TORCH_DTYPES, Chunk
 from ebbtide.memory.chunk_store import ChunkStore
-from ebbtide.memory.dtensors import Split, part_of, split_of
+from ebbtide.memory.dtensors import part_of, split_of
 from ebbtide.planner.shape import PARAM, WHOLE
+from ebbtide.runtime.parameters.binding_protocols import (
+    FollowsWrites,
+    HasOthersElements,
+    PendingValues,
+    StaysInPlace,
+)
 from ebbtide.runtime.parameters.initial_values import apart
 from ebbtide.runtime.parameters.initial_values import replace as replace_parameter
 from ebbtide.runtime.parameters.parameter_classes import forget, known_as, plainly, take_off, tell, wear
+from ebbtide.runtime.parameters.places import Place, SavedWeight, computed_part
 from ebbtide.runtime.parameters.write_detection import LiveWrites, dense
 from ebbtide.tracing.hooks import ParameterRun
-
-SHORT_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter lies: elements [offset, offset + numel) of a chunk."""
-
-    name: str
-    chunk: int
-    offset: int
-    numel: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class SavedWeight(NamedTuple):
-    """A saved view of model data, by place instead of by address."""
-
-    chunk: int
-    run: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    split: Split | None
-    """How the whole is spread over processes, where what was saved is a part of it."""
-    member: int
-    version: int
-    """The parameter's, when it was saved."""
 
 
 def laid_like(
@@ -70,47 +45,6 @@ def laid_like(
         laid = torch.empty_strided(shape, stride, dtype=dtype, device=gradient.device)
         gradient = laid.copy_(gradient)
     return dense(gradient)
-
-
-def specs_of(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]
-) -> list[TensorSpec]:
-    return [
-        TensorSpec(name, tuple(p.shape), tuple(p.stride()), SHORT_DTYPES[dtype], parameter.requires_grad)
-        for name, parameter, p, dtype in zip(names, parameters, map(part_of, parameters), dtypes, strict=True)
-    ]
-
-
-class PendingValues(Protocol):
-    """Updates that may not have reached the values yet."""
-
-    @property
-    def ahead_of_passes(self) -> bool:
-        """Whether weights change while a pass is under way: a graph may have older ones (lock-free)."""
-
-    def settle_values(self) -> None: ...
-
-
-class FollowsWrites(Protocol):
-    """Who acts on what the user writes into parameters in place."""
-
-    def adopt(self, index: int) -> None:
-        """A chunk that ranks share was written: this rank's slice of it counts."""
-
-    def follow(self, index: int, members: Sequence[int]) -> None:
-        """These of a chunk's parameters were written: their masters follow."""
-
-
-class HasOthersElements(Protocol):
-    """Ranks that share the chunks."""
-
-    def collect(self, member: int, flat: torch.Tensor) -> None: ...
-
-
-class StaysInPlace(Protocol):
-    """Who counts on parameters that stay where they are."""
-
-    def stop(self) -> None: ...
 
 
 class ModelData:
@@ -141,7 +75,7 @@ class ModelData:
             for place in self.places
         ]
         """By parameter: what this rank's slice has of it."""
-        self.views = [self._view(member) for member in range(len(self.places))]
+        self.views = [computed_part(place, layout, store.slicing) for place in self.places]
         """By parameter: where it lies in what its module computes with; None where other ranks do that (experts)."""
         self.members: list[list[int]] = [[] for _ in layout.chunks]
         for index, place in enumerate(self.places):
@@ -212,19 +146,6 @@ class ModelData:
     def gathered(self, index: int) -> bool:
         """Whether ranks that compute with the chunk gather it; else each has what it computes with."""
         return self.store.crew(index) > 1
-
-    def _view(self, member: int) -> Place | None:
-        place = self.places[member]
-        if place.chunk not in self.layout.spread:
-            return place
-        crew = self.store.slicing.crew(self.store.crew(place.chunk))
-        share = crew.share(place.offset, place.numel, self.layout.chunks[place.chunk].size)
-        if not share.numel:
-            return None
-        shape = place.shape
-        if share.numel < place.numel:
-            shape = (shape[0] * share.numel // place.numel, *shape[1:])
-        return replace(place, offset=share.offset, numel=share.numel, shape=shape)
 
     def parameter_chunk(self, index: int) -> Chunk:
         """What this rank has of a chunk's parameters."""
