@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 OLDEST := torch==2.11.0
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install demo test test-all test-oldest lint types contract check wheel wheel-check gpu-check clean
+.PHONY: install demo test test-all test-oldest lint types contract docs hooks check wheel wheel-check gpu-check clean
 
 install: $(VENV)/.installed
 
@@ -49,7 +49,15 @@ types: install
 contract: install
 	$(BIN)/lint-imports
 
-check: lint types contract test
+# The documents as a site, in build/site; a link that leads nowhere fails.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+# Before each commit: format, types, the import contract.
+hooks: install
+	$(BIN)/pre-commit install
+
+check: lint types contract docs test
 
 # For this kind of machine, with compiled kernels.
 wheel: install

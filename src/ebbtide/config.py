@@ -45,11 +45,15 @@ class OptimizerConfig(Section):
     name: Annotated[str, choice(*UPDATE_RULES)] = "adamw"
     """The update rule. What is left out of its settings is torch.optim's default for the rule."""
     lr: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
+    """Learning rate. A scheduler or a param group may change it."""
     betas: Annotated[tuple[float, float], optional(pair(_fraction))] = None  # type: ignore[assignment]
+    """How much of the averages of gradients and of their squares stays at each update."""
     eps: Annotated[float, optional(_positive)] = None  # type: ignore[assignment]
+    """Added to the denominator of adam and adamw."""
     momentum: Annotated[float, optional(_fraction)] = None  # type: ignore[assignment]
     """Of sgd: how much of the last update goes into the next one."""
     weight_decay: Annotated[float, optional(_not_negative)] = None  # type: ignore[assignment]
+    """Decay of the weights: decoupled in adamw and lion, added to the gradient in adam and sgd."""
     follows: ClassVar[tuple[str, ...]] = ()
     """Settings that were left out."""
 
@@ -83,6 +87,7 @@ class DeviceConfig(Section):
     path: ClassVar[str] = "device"
 
     kind: Annotated[str, choice("auto", "cuda", "cpu")] = "auto"
+    """Where the model computes; `auto`: on the GPU where there is one."""
     memory: Annotated[int | Auto | Grown, size(least=1, words=("least", "half"))] = "auto"
     """The whole budget: chunks and non-model data. `least`: what the batches turn out to need, no more; `half`: that,
     and half of the model data."""
@@ -93,6 +98,7 @@ class HostConfig(Section):
     path: ClassVar[str] = "host"
 
     memory: Annotated[int | Auto, size(least=0)] = "auto"
+    """RAM beside the device, for all ranks of the machine together. `auto`: most of what is free."""
 
 
 @dataclass(frozen=True)
@@ -120,24 +126,38 @@ class SsdConfig(Section):
 @dataclass(frozen=True)
 class Config(Section):
     precision: Annotated[str, choice("bf16", "fp16", "fp32")] = "bf16"
+    """The dtype that the model computes in. A module that mixes dtypes keeps them parameter by parameter."""
     master: Annotated[str, choice("auto", "split", "separate")] = "auto"
+    """How fp32 masters are kept: `split` beside a bf16 parameter as its other 16 bits, `separate` as a whole tensor."""
     layout: Annotated[str, choice("chunk", "page", "tensor")] = "chunk"
+    """How tensors are cut into chunks: `chunk`: several in one, `page`: small pages of one size, `tensor`: one each."""
     chunk_size: Annotated[int | Auto, size(least=1)] = "auto"
-    """Bytes at parameter precision; also the page."""
+    """Bytes of a chunk at parameter precision; of a page where the layout is `page`."""
     placement: Annotated[str, choice("auto", "host", "static")] = "auto"
+    """Where optimizer state lives: `auto`: where least moves, `host`: never on the device. `static`: all parameters
+    stay on the device."""
     eviction: Annotated[str, choice("farthest-next-use", "lru", "list-order")] = "farthest-next-use"
+    """Which chunk leaves the device when room is short."""
     prefetch: Annotated[bool, flag] = True
+    """Whether chunks come before they are needed; without it every move happens on demand, for comparison."""
     warmup_share: Annotated[float, number("a share in (0, 1]", lambda x: 0 < x <= 1)] = 0.2
+    """The share of the device that model data may take in a first pass that could not be traced."""
     nonfinite: Annotated[str, choice("stop", "continue")] = "stop"
+    """What a gradient that is not finite does: `stop` raises, `continue` leaves the step out."""
     updates: Annotated[str, choice("exact", "in-backward", "lock-free")] = "exact"
+    """When weights are updated: `exact` by `step()`, `in-backward` as gradients come, `lock-free` behind the passes."""
     max_staleness: Annotated[int, whole()] = 4
+    """Of lock-free updates: how many steps' gradients the values of a pass may lack."""
     accumulate: Annotated[int, whole(most=1_000_000)] = 1
+    """Backward passes whose mean gradient makes one update."""
     clip: Annotated[float | None, optional(_not_negative)] = None
-    """Global norm; absent or 0: no clipping."""
+    """Gradients are scaled down to this global norm; absent or 0: no clipping."""
     clip_value: Annotated[float | None, optional(_not_negative)] = None
     """Each element of the mean gradient is kept within it, up and down; absent or 0: no clipping."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()
+    """Name patterns of parameters that stay on the device as plain tensors, outside the chunks."""
     host_modules: Annotated[tuple[str, ...], patterns] = ()
+    """Name patterns of modules that compute on the host, where their weights live (large embeddings)."""
     offload_activations: Annotated[str, choice("off", "checkpoints", "all")] = "off"
     """What forward saves for backward goes to the host in between: inputs of checkpointed regions, or everything."""
     experts: Annotated[str, choice("spread", "gathered")] = "spread"

@@ -171,7 +171,7 @@ class Section:
     noun: ClassVar[str] = "config key"
 
     def __post_init__(self) -> None:
-        for name, check in _checks(type(self)).items():
+        for name, check in checks(type(self)).items():
             object.__setattr__(self, name, check(self.key(name), getattr(self, name)))
 
     @classmethod
@@ -184,7 +184,7 @@ S = TypeVar("S", bound=Section)
 
 def build(kind: type[S], values: Mapping[str, object], root: type[Section] | None = None) -> S:
     """A table from plain values; `root` is the whole file's, where near names are looked for, too."""
-    known = _checks(kind, root)
+    known = checks(kind, root)
     for key in values:
         if key not in known:
             raise unknown(root or kind, _join(kind.path, str(key)), dotted="." in str(key))
@@ -246,7 +246,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _checks(kind: type[Section], root: type[Section] | None = None) -> dict[str, Check]:
+def checks(kind: type[Section], root: type[Section] | None = None) -> dict[str, Check]:
     hints = get_type_hints(kind, include_extras=True)
     return {one.name: _check_of(hints[one.name], root or kind) for one in fields(kind)}
 

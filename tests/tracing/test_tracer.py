@@ -57,7 +57,7 @@ def recording(card: Card) -> Tracer:
     unmanaged: Any = SimpleNamespace(
         fixed_bytes=lambda: UNMANAGED + STATE, missing_bytes=lambda: card.missing, storages=set()
     )
-    kept: Any = SimpleNamespace(claimed=None, owns=lambda storage: False)
+    kept: Any = SimpleNamespace(watch_by=lambda watches: None, owns=lambda storage: False)
     made = Tracer(backend, unmanaged, kept)
     card.hold(TEACHER + UNMANAGED + CHUNKS)
     made.begin()

@@ -23,6 +23,7 @@ class ModuleFace(EngineCore):
 
     @property
     def training(self) -> bool:
+        """`module.training`."""
         return self.module.training
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -52,6 +52,7 @@ class Stepping(EngineCore):
 
     @property
     def loss_scale(self) -> float:
+        """What fp16 losses are multiplied with; 1 in other precisions."""
         return self._scaler.scale if self._scaler is not None else 1.0
 
     @alone
