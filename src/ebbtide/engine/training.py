@@ -61,13 +61,13 @@ def initialize(
 ) -> Engine:
     """Takes over a module's parameters and returns the engine that trains it.
 
-    `config` is a Config, a dict of its keys, or a TOML or JSON file. `param_groups` are those of torch.optim.AdamW, or a
-    torch.optim.AdamW, Adam or SGD itself, whose settings and schedulers then count; left out, all parameters that require
-    gradients form one group. A module on the meta device gets the values that building it on the CPU now would give it,
-    or those of `weights`, a folder of safetensors files as `save_pretrained` writes it. `group`: the processes that share
-    the model's chunks, each with batches of its own; left out, all that torch.distributed knows of, or that torchrun
-    started. `stages`: where `module` is one stage of a pipeline, the processes that have the others (see
-    `ebbtide.pipelining`); tensor parallelism is seen by itself.
+    `config` is a Config, a dict of its keys, or a TOML or JSON file. `param_groups` are those of torch.optim.AdamW,
+    or a torch.optim.AdamW, Adam or SGD itself, whose settings and schedulers then count; left out, all parameters
+    that require gradients form one group. A module on the meta device gets the values that building it on the CPU
+    now would give it, or those of `weights`, a folder of safetensors files as `save_pretrained` writes it. `group`:
+    the processes that share the model's chunks, each with batches of its own; left out, all that torch.distributed
+    knows of, or that torchrun started. `stages`: where `module` is one stage of a pipeline, the processes that have
+    the others (see `ebbtide.pipelining`); tensor parallelism is seen by itself.
     """
     show_users_lines()
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group, stages=stages)
