@@ -11,7 +11,6 @@ from typing import IO
 import torch
 
 from ebbtide.cli.loop import Step, Training
-from ebbtide.errors import ConfigError
 
 
 class Metrics:
@@ -34,42 +33,6 @@ class Metrics:
         if self._file is not None:
             found = {key: value for key, value in asdict(step).items() if value is not None}
             print(json.dumps(found), file=self._file, flush=True)
-
-
-class MovesLog:
-    """A line for each step: what each chunk of this rank moved in it, over which link."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._before: dict[int, dict[str, int]] = {}
-        try:
-            self._file: IO[str] | None = None if path is None else path.open("w")
-        except OSError as error:
-            raise ConfigError(
-                f"--log-moves: {path} cannot be written ({error.strerror}); name a file in a folder that can"
-            ) from None
-
-    def __enter__(self) -> MovesLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def add(self, step: int, moved: dict[int, dict[str, int]]) -> None:
-        """`moved`: bytes by chunk and link since the beginning."""
-        if self._file is None:
-            return
-        before, self._before = self._before, moved
-        new = {
-            chunk: {
-                link: count - before.get(chunk, {}).get(link, 0)
-                for link, count in links.items()
-                if count > before.get(chunk, {}).get(link, 0)
-            }
-            for chunk, links in moved.items()
-        }
-        line = {"step": step, "moved": {chunk: links for chunk, links in new.items() if links}}
-        print(json.dumps(line), file=self._file, flush=True)
 
 
 def save_model(training: Training, folder: Path) -> None:

@@ -177,8 +177,9 @@ def _run(
 ) -> dict[str, Any]:
     """What training came to."""
     from ebbtide.cli.checkpoints import Checkpoints
+    from ebbtide.cli.moves_log import MovesLog
     from ebbtide.cli.output import say, with_progress
-    from ebbtide.cli.run_folder import Metrics, MovesLog, save_model
+    from ebbtide.cli.run_folder import Metrics, save_model
 
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None
