@@ -103,3 +103,15 @@ def test_names_in_the_architecture_exist():
         elif not (ROOT / "src" / "ebbtide" / name.replace(".", "/")).with_suffix(".py").exists():
             last = name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
             assert re.search(rf"\b{last}\b", code) or any(last in path.parts for path in sources), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_exist(document):
+    """Those of files of the project, from its root or from src/ebbtide."""
+    for path in re.findall(
+        r"`((?:[\w-]+/)+[\w-]+\.(?:py|cpp|toml)|(?:src|docs|examples)/[\w/.-]*|tests/\w+/)`",
+        document.read_text(),
+    ):
+        assert any((place / path).exists() for place in (ROOT, ROOT / "src" / "ebbtide")), (
+            f"{document.name}: no {path}"
+        )
