@@ -11,9 +11,8 @@ import pytest
 from typer.main import get_command
 
 from ebbtide.cli.app import app
+from test_reference import DOCUMENTS, ROOT
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

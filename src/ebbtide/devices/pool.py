@@ -111,11 +111,11 @@ class Slabs:
     def __init__(self) -> None:
         self._ours: set[int] = set()
         """Storages that are still looked at."""
-        # Whoever is left has no use for what these were.
+        # The survivors have no use for what these were.
         weakref.finalize(self, trim, 0).atexit = False
 
     def take(self, count: int) -> torch.Tensor:
-        """Whoever takes it has it until nobody looks at it."""
+        """The block that is taken stays taken until no tensor views it."""
         ours, keys = self._ours, list[int]()
         slab = _taken(count, lambda: ours.difference_update(keys))
         keys.append(slab.untyped_storage()._cdata)

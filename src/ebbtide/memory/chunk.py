@@ -158,7 +158,7 @@ class Lease:
         self.end()
 
     def __del__(self) -> None:
-        self.end()  # an interrupt came before anybody was given it
+        self.end()  # an interrupt came before the caller had it
 
 
 def aligned(

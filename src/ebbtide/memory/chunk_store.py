@@ -29,8 +29,8 @@ from ebbtide.memory.host_space import HostSpace
 from ebbtide.memory.integrity import check_books
 from ebbtide.memory.ssd_space import SsdSpace
 from ebbtide.memory.state_stream import StateStream
-from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TIERS, TO_DEVICE, TO_HOST, WIRE, Traffic
-from ebbtide.planner.shape import GRAD, PARAM, WHOLE
+from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Traffic
+from ebbtide.planner.shape import GRAD, PARAM, TIERS, WHOLE
 from ebbtide.planner.sizes import piece_bytes
 
 
@@ -101,7 +101,7 @@ class ChunkStore:
             raise StateError(f"{chunk} already has a payload; a chunk is allocated only when it is free")
         self._open(chunk, tier)
         if zero:
-            # Not the padding: on a CPU, memory that nobody touches takes no room.
+            # Not the padding: on a CPU, untouched memory takes no room.
             for _, piece in chunk.slices(tier, 0, self.used(chunk.index)):
                 piece.zero_()
         self.written(chunk, tier)
@@ -224,7 +224,7 @@ class ChunkStore:
         except BaseException as error:
             chunk.move = None
             wait_for_all(events)
-            if not isinstance(error, Exception):  # an interrupt: one may have started that nobody knows of
+            if not isinstance(error, Exception):  # an interrupt: a request may have started unrecorded
                 self._outlast_all()
             self._close(chunk, self.ends_of(link)[1])
             raise
@@ -439,7 +439,7 @@ class ChunkStore:
 
     def in_use(self, chunk: Chunk) -> bool:
         """Pinned, worked on, or a tensor that we did not make still looks at the device copy (a running
-        backward operator, a view that somebody keeps); or a graph wants it as it is."""
+        backward operator, a view that user code keeps); or a graph wants it as it is."""
         if chunk.pins or chunk.worked_on or (chunk.kind in (PARAM, WHOLE) and self.graphs):
             return True
         return chunk.device is not None and self.backend.aliases(chunk.device) > chunk.aliases

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ebbtide.errors import IntegrityError
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk
-from ebbtide.memory.tiers import TIERS
+from ebbtide.planner.shape import TIERS
 
 
 def check_books(chunks: Iterable[Chunk], ledger: Ledger) -> None:

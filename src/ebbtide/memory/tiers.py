@@ -1,4 +1,4 @@
-"""The tiers and the links between them, and the one place where what moves is counted."""
+"""The links between tiers, and the one place where what moves is counted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from threading import Lock
 
-TIERS = ("device", "host", "ssd")
-"""From the warmest to the coldest."""
 TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE, WIRE = LINKS = (
     "host_to_device",
     "device_to_host",

@@ -17,11 +17,10 @@ from ebbtide.planner.host_side import fill_host
 from ebbtide.planner.plans import Draft, Plan, draft, fixed_bytes
 from ebbtide.planner.record import FORWARD, Record
 from ebbtide.planner.search import Cost, PlanSearch
-from ebbtide.planner.shape import ModelShape, Settings
+from ebbtide.planner.shape import TIERS, ModelShape, Settings
 from ebbtide.planner.uses import SCALARS, least_room, levels_of, uses_of
 from ebbtide.units import format_size
 
-TIERS = ("device", "host", "ssd")
 ATTEMPTS = 100
 """At budgets that are enough. Each comes nearer, and a few do; a refusal that takes for ever would be worse than one
 that names too little."""

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from ebbtide.planner.sizes import piece_bytes
 
+TIERS = ("device", "host", "ssd")
+"""From the warmest to the coldest."""
 PARAM, GRAD, WHOLE, WHOLE_GRAD = "param", "grad", "whole", "whole-grad"
 
 

@@ -10,8 +10,8 @@ import torch
 from ebbtide.devices import Event
 from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import Chunk, Lease
-from ebbtide.memory.tiers import SSD_WRITE, TIERS, TO_DEVICE
-from ebbtide.planner.shape import PARAM, WHOLE
+from ebbtide.memory.tiers import SSD_WRITE, TO_DEVICE
+from ebbtide.planner.shape import PARAM, TIERS, WHOLE
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.movement.protocols import Gathers
