@@ -284,7 +284,7 @@ def test_chunks_of_a_reference_leave_before_its_policy_is_said_to_take_their_pla
         policy.step()
         loss = policy(drawn(1, ROWS, WIDTH)).mean()
         room = policy._session.room
-        room.rest = room.level
+        room.claims.while_waiting = room.claims.level
         room.raise_level(300_000)
         with torch.no_grad():
             frozen(drawn(1, ROWS, WIDTH))

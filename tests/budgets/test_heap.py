@@ -186,7 +186,7 @@ def test_a_loop_of_ones_own_has_the_pool_for_the_asking(tmp_path: Path) -> None:
                  "ssd": {{"folder": {str(tmp_path)!r}, "memory": "64MB"}}}},
             )
             if tuned:
-                assert not heap.keeps_freed_memory()
+                assert not heap.keeps_freed_memory
                 ebbtide.tune_memory(engine)
             for number in range(3):
                 engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
@@ -194,6 +194,6 @@ def test_a_loop_of_ones_own_has_the_pool_for_the_asking(tmp_path: Path) -> None:
             shas.append(engine.weights_sha256())
             engine.close()
         assert shas[0] == shas[1]
-        print(heap.keeps_freed_memory())
+        print(heap.keeps_freed_memory)
     """
     assert run(script).split()[-1] == "True"

@@ -55,7 +55,7 @@ def test_what_was_fetched_for_nothing_leaves_before_what_a_moment_is_to_use(evic
     room, course, store, ledger = session.room, session.course, session.store, session.room.ledger
     assert course.on_track
     parameters = [chunk for chunk in store.chunks.values() if chunk.kind == "param"]
-    room.set_level(0)
+    room.claims.set_level(0)
     tried = 0
     for wanted, other in zip(parameters, parameters[::-1], strict=True):
         if wanted is other or wanted.nbytes != other.nbytes:
@@ -99,7 +99,7 @@ def test_losses_that_a_loop_still_holds_cost_nothing_at_the_least_budget() -> No
                 )
                 continue
             break
-        assert engine._session.room.held == 0
+        assert engine._session.room.claims.outputs == 0
         least.append(engine.config.device.memory)
         engine.close()
     assert least[0] == least[1]

@@ -43,7 +43,7 @@ class Saver:
         self._session, self._ranks = session, session.ranks
         self._runs: dict[Path, RunFolder] = {}
         """Folders that were saved to."""
-        self._pending: _Pending | None = None
+        self.pending: PendingSave | None = None
         self.failed = ""
         """Why the last one that was written in the background is not there."""
         session.room.add_giver(SNAPSHOT, self)
@@ -68,7 +68,7 @@ class Saver:
         snapshot = Snapshot(self._session.ledger, self._session.store.near)
         try:
             checkpoints().write(self._session, partial, facts, content, snapshot)
-            self._pending = _Pending(self._session, stack, snapshot, partial, run, step, keep)
+            self.pending = PendingSave(self._session, stack, snapshot, partial, run, step, keep)
         except BaseException as error:
             snapshot.close()
             snapshot.release()
@@ -80,7 +80,7 @@ class Saver:
 
     def look(self) -> None:
         """Gives back what one that is written has taken; says where one could not be."""
-        if self._pending is not None and self._pending.over:
+        if self.pending is not None and self.pending.over:
             self.settle()
 
     def give_room(self, short: int) -> bool:
@@ -90,11 +90,11 @@ class Saver:
 
     def settle(self, warn: bool = True) -> None:
         """Waits for the one that is being written."""
-        pending = self._pending
+        pending = self.pending
         if pending is None:
             return
         pending.wait()  # whoever is interrupted here, with Ctrl-C, can wait again
-        self._pending = None
+        self.pending = None
         pending.snapshot.release()
         self.failed = "" if pending.error is None else str(pending.error)
         if self.failed and warn:
@@ -106,7 +106,7 @@ class Saver:
             run.remove_spare()
 
 
-class _Pending:
+class PendingSave:
     """One that is written by a thread of its own."""
 
     def __init__(

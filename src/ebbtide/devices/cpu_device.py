@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import torch
 
+from ebbtide.devices import heap
 from ebbtide.devices.device import Event
-from ebbtide.devices.heap import keeps_freed_memory
 from ebbtide.devices.pool import Slabs, in_pool, trim, users
 from ebbtide.kernels import cpu_kernels
 
@@ -186,7 +186,7 @@ class CpuBackend:
             self._held[tier] -= count
 
     def trim(self, most: int) -> None:
-        if not keeps_freed_memory():
+        if not heap.keeps_freed_memory:
             trim(most)
 
     def mark(self) -> CopyEvent:

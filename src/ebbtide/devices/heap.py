@@ -21,12 +21,8 @@ _MAPPED = (4 << 20) + 1
 activations among them, would cost more time than memory."""
 
 
-_kept = False
-
-
-def keeps_freed_memory() -> bool:
-    """Whether chunks that give memory back make none for others: those have it already."""
-    return _kept
+keeps_freed_memory = False
+"""Whether chunks that give memory back make none for others: those have it already."""
 
 
 def tune_memory(scarce: bool) -> None:
@@ -39,15 +35,15 @@ def tune_memory(scarce: bool) -> None:
 
     Where torch's allocator can't be replaced, it is one or the other: `scarce` memory is given back.
     """
-    global _kept
+    global keeps_freed_memory
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
     trim(0)
-    _kept = _use_pool() or not scarce
+    keeps_freed_memory = _use_pool() or not scarce
     if libc is None:
         return
-    if not _kept:
+    if not keeps_freed_memory:
         libc.mallopt(_MMAP_THRESHOLD, _MAPPED)
         return
     libc.mallopt(_TRIM_THRESHOLD, _NEVER)

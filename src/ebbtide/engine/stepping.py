@@ -89,7 +89,8 @@ class Stepping(EngineCore):
 
     def _step(self) -> StepResult:
         self._check()
-        self._saver.look()
+        if self._saver.pending is not None:
+            self._saver.look()
         self._schedulers.look()
         self._session.refuse_swapped()
         self._notice_dropped()

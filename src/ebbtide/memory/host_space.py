@@ -36,22 +36,25 @@ class HostSpace:
         self._backend = backend
         self._ledger = ledger
         self._pages: dict[tuple[str, str, int], _Page] = {}
+        chunks = range(len(layout.chunks))
+        self._pieces = [self._pages_of(index) for index in chunks]
+        self._elements = [self._page_elements(index) for index in chunks]
 
     def needed(self, index: int, dtype: torch.dtype, kind: str) -> int:
         """Bytes that `acquire` would reserve."""
         return sum(
-            self._bytes(index, dtype)
-            for page, _, _, _ in self._pages_of(index)
+            self._elements[index] * dtype.itemsize
+            for page, _, _, _ in self._pieces[index]
             if (kind, self._layout.chunks[index].dtype, page) not in self._pages
         )
 
     def acquire(self, kind: str, index: int, dtype: torch.dtype) -> list[HostFragment]:
         spec = self._layout.chunks[index]
-        size = self._bytes(index, dtype)
+        size = self._elements[index] * dtype.itemsize
         fragments: list[HostFragment] = []
         taken: list[tuple[str, str, int]] = []
         try:
-            for page, in_page, in_chunk, length in self._pages_of(index):
+            for page, in_page, in_chunk, length in self._pieces[index]:
                 key = (kind, spec.dtype, page)
                 if key not in self._pages:
                     self._ledger.reserve("host", kind, size)
@@ -72,8 +75,9 @@ class HostSpace:
         return fragments
 
     def release(self, kind: str, index: int, dtype: torch.dtype) -> None:
-        for page, _, _, _ in self._pages_of(index):
-            self._give_up((kind, self._layout.chunks[index].dtype, page), self._bytes(index, dtype))
+        size = self._elements[index] * dtype.itemsize
+        for page, _, _, _ in self._pieces[index]:
+            self._give_up((kind, self._layout.chunks[index].dtype, page), size)
 
     def _give_up(self, key: tuple[str, str, int], size: int) -> None:
         page = self._pages[key]
@@ -83,11 +87,10 @@ class HostSpace:
             self._backend.free("host", page.memory)
             self._ledger.release("host", key[0], size)
 
-    def _bytes(self, index: int, dtype: torch.dtype) -> int:
-        """A page's bytes, or the chunk's where it is in one piece."""
+    def _page_elements(self, index: int) -> int:
+        """A page's, or the chunk's where it is in one piece."""
         in_pages = self._layout.cut == "page" and not self._slicing.shared
-        size = self._layout.unit if in_pages else self._slicing.slice(self._layout.chunks[index].size)
-        return size * dtype.itemsize
+        return self._layout.unit if in_pages else self._slicing.slice(self._layout.chunks[index].size)
 
     def _pages_of(self, index: int) -> list[PagePiece]:
         """A rank's slice of a chunk is in one piece."""

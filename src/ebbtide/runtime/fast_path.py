@@ -115,7 +115,7 @@ class FastPath:
         gradients = sum(
             self._updates.sink.gradient_bytes(m) for m, p in enumerate(data.parameters) if p.requires_grad
         )
-        spare = room.budget("device") - room.held - plan.highest - unused - gradients
+        spare = room.budget("device") - room.claims.outputs - plan.highest - unused - gradients
         return not any(c.worked_on or c.move is not None or c.nbytes > spare for c in chunks)
 
     def forward(self) -> None:
@@ -179,7 +179,7 @@ class FastPath:
     def _take_in(self, plan: Plan) -> None:
         assert self._before is not None
         room = self._room
-        room.set_level(plan.levels[self._offset + len(plan.record.moments) - 1])
+        room.claims.set_level(plan.levels[self._offset + len(plan.record.moments) - 1])
         self._arrived |= self._untold.take_in()
         self._captured = self._updates.sink.captured
         beside = self._arrived if self._can_move else self._arrived & self._had_none

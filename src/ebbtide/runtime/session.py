@@ -91,8 +91,8 @@ class Session:
         self._averaged: tuple[int, list[Any]] = 0, []
         """For which backward pass ranks had the mean of gradients outside the chunks, and which those were."""
         try:
-            self.room.fixed = self.unmanaged.device_bytes(choice)
-            self.room.raise_level(self.room.fixed)
+            self.room.claims.lasting = self.unmanaged.device_bytes(choice)
+            self.room.raise_level(self.room.claims.lasting)
             with nullcontext() if self.sharing is None else self.sharing.beginning():
                 parts.takeover(source).take_over(self.shape, choice)
         except BaseException:
@@ -133,7 +133,7 @@ class Session:
                 self.queue.bring_all()  # there is room for them in the moments of training
                 if self.idle and not self.planning.roomy:
                     self.room.begin_turn(evaluates=True)
-                    before = self.room.level, self.ledger.is_guess("device"), self.room.held
+                    before = self.room.claims.level, self.ledger.is_guess("device"), self.room.claims.outputs
                     self._make_room(call)
             with self.data.in_pass(), self.interceptor.scope():
                 yield
@@ -145,7 +145,7 @@ class Session:
             raise
         finally:
             if before is not None:
-                self.room.foreseen = False
+                self.room.claims.imagined = False
                 with real(), torch.inference_mode(False), torch.no_grad():
                     level, guessed, held = before
                     self.room.hold(held, guess=True)
@@ -160,10 +160,10 @@ class Session:
         # Gradients, too, may have taken room that training's activations had.
         pinned = any(self.places.residing) or self.micro > 0
         held = self.outputs.nbytes
-        self.room.foreseen = self.evaluations.make_room(call, planned, pinned, held)
-        if not self.room.foreseen:
+        self.room.claims.imagined = self.evaluations.make_room(call, planned, pinned, held)
+        if not self.room.claims.imagined:
             level = self.homes.first_level(self.shape) if plan is None else planned
-            self.room.raise_level(max(level, self.room.level), guess=True)
+            self.room.raise_level(max(level, self.room.claims.level), guess=True)
 
     @on_real_memory
     def begin_training(self, call: Call) -> None:
@@ -183,7 +183,7 @@ class Session:
         if self.sharing is not None:
             self.sharing.turn()
         if self.unmanaged.parameters:
-            self.room.fixed = self.unmanaged.fixed_bytes()  # with the state that an update makes
+            self.room.claims.lasting = self.unmanaged.fixed_bytes()  # with the state that an update makes
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
@@ -191,7 +191,7 @@ class Session:
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
-        if plan is not None and not self.planning.roomy:
+        if plan is not None and plan is not self.course.plan and not self.planning.roomy:
             self.evaluations.trained(plan, call)
         self.outputs.begin()
         self._hold_old(plan)
@@ -257,7 +257,7 @@ class Session:
         what waits has numbers of its own there, and is to see the values that it saw."""
         if self.lock_free is not None or self.room.activations is not None:
             self.executor.leave_track("a forward pass more than planned")
-            level = max(known.record.peak, self.room.level)
+            level = max(known.record.peak, self.room.claims.level)
             self.room.raise_level(level, guess=self.room.activations is not None)
             return
         plan = self.planning.adopt(known)
@@ -310,14 +310,14 @@ class Session:
     def running(self, by_node: bool = False) -> Iterator[None]:
         """Around a pass: hooks on, and everything let go of where it raises. `by_node`: a backward that the user's code
         started."""
-        self.room.rest = None
+        self.room.claims.while_waiting = None
         try:
             with self.data.in_pass(), self.interceptor.scope(), self.recording.metered(by_node):
                 yield
             self.resting.built()
             if self.course.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
-                self.room.rest = self._end_forward()
+                self.room.claims.while_waiting = self._end_forward()
         except BaseException:
             self.abandon()
             raise

@@ -56,7 +56,7 @@ class Takeover:
         self._unmanaged.take_over(choice)
         if self._sharing is not None:
             self._sharing.align(self._unmanaged)
-        level = max(self._homes.level_before_batch(shape), self._room.level)
+        level = max(self._homes.level_before_batch(shape), self._room.claims.level)
         self._room.raise_level(level, guess=True)
 
     def _give_places(self, shape: ModelShape, index: int) -> None:

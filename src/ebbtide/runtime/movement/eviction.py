@@ -13,7 +13,8 @@ from ebbtide.memory.chunk import PASSING, Chunk
 from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE
 from ebbtide.planner.eviction_choice import Candidate, choose
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
-from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor
+from ebbtide.runtime.movement.claims import Claims
+from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.movement.protocols import GivesRoom, LeavingActivations, PendingUpdates
 from ebbtide.runtime.parameters.binding import ModelData
 from ebbtide.units import format_size
@@ -38,21 +39,7 @@ class Room:
         self.activations: LeavingActivations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
         self._givers: dict[str, weakref.ref[GivesRoom]] = {}
-        self.level, self.guessed = 0, False
-        """What this engine's non-model data takes, or is expected to, and whether that is a guess."""
-        self.fixed = 0
-        """Of it, what stays between passes: parameters outside the chunks, and buffers."""
-        self.held = 0
-        """Beside the level: outputs of passes before that somebody still holds, as far as no plan knows of them."""
-        self.rest: int | None = None
-        """Of the level, what is there while a pass waits for its backward, where that is known: another engine may
-        evaluate in the rest of it meanwhile."""
-        self._evaluates = False
-        self.foreseen = False
-        """The level is that of an evaluation that was imagined, whether there is a plan or not."""
-        self.most_elsewhere = 0
-        """What other engines' has taken beside a pass of this one since it was last asked."""
-        self._others: tuple[weakref.ref[Room], ...] = ()
+        self.claims = Claims(self.ledger, course)
         self.course, self._updates, self._eviction = course, updates, eviction
         self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
@@ -118,87 +105,60 @@ class Room:
     # -- non-model data -------------------------------------------------------------------------------
 
     def begin_turn(self, evaluates: bool = False) -> None:
-        """This engine goes on, maybe after another one. What those have that are in the midst of a pass stays."""
-        self._evaluates = evaluates
-        everyone = {self, *self.peers}
-        if len(everyone) == 1 and not self._others:
+        """This engine goes on, maybe after another one. Chunks make room for what a pass under way has left here."""
+        claims = self.claims
+        if not claims.begin_turn((peer.claims for peer in self.peers), evaluates):
             return
-        for room in everyone:
-            if room is not self and room.course.phase == IDLE:
-                room.level, room.held, room.guessed = room.fixed, 0, False
-            room._others = tuple(weakref.ref(other) for other in everyone if other is not room)
         try:
-            if self.rest is not None:
-                level = self.level + self.held + self.elsewhere()
-                needed = level - self.ledger.level["device"]
-                self._make_on_device(max(0, needed), rising=True, guess=self.guessed)
+            if claims.while_waiting is not None:
+                needed = claims.level + claims.outputs + claims.elsewhere() - self.ledger.level["device"]
+                self._make_on_device(max(0, needed), rising=True, guess=claims.passes.guess)
         finally:
-            self.set_level(self.level, self.guessed)
+            claims.set_level(claims.level, claims.passes.guess)
 
     def end_turn(self) -> None:
-        """An evaluation is over that another engine waited for: what is computed until that one goes on has its room, as
-        far as chunks have somewhere to go."""
-        self._evaluates = False
+        """An evaluation is over that another engine waited for: what that one computes next has its room, as far as
+        chunks have somewhere to go."""
+        self.claims.end_turn()
         for room in self.peers:
-            if room is not self and room.rest is not None and room.course.phase == RUNNING:
+            if room is not self and room.claims.waits:
                 with suppress(BudgetError):
                     room.begin_turn()
 
-    def elsewhere(self) -> int:
-        """Bytes of non-model data of other engines. What is a guess there keeps nobody else from anything."""
-        others = (other for one in self._others if (other := one()) is not None)
-        return sum(other._beside(self._evaluates) + other.held for other in others if not other.guessed)
-
-    def _beside(self, evaluation: bool) -> int:
-        """Of the level, what another engine's pass has to leave; what goes back through this one's has more to leave."""
-        waits = evaluation and self.course.phase == RUNNING
-        return self.level if self.rest is None or not waits else min(self.level, self.rest)
-
-    def set_level(self, level: int, guess: bool = False) -> None:
-        elsewhere = self.elsewhere() if self._others else 0
-        self.level, self.guessed = level, guess
-        self.most_elsewhere = max(elsewhere, self.most_elsewhere)
-        self.ledger.set_level("device", level + self.held, guess, elsewhere)
-
     def hold(self, count: int, guess: bool = False) -> None:
-        """So much is held from now on. Where what comes is a guess, as far as chunks have somewhere to go."""
+        """So many bytes of outputs are held from now on. A guess gets as much as chunks can make room for."""
+        claims = self.claims
         try:
-            self._make_on_device(count - self.held, rising=True, guess=guess)
+            self._make_on_device(count - claims.outputs, rising=True, guess=guess)
         except BudgetError:
             if not guess:
                 raise
-            count = max(0, self._most() + self.held - self.level)
-        self.held = count
-        self.set_level(self.level, self.guessed)
+            count = max(0, claims.most() + claims.outputs - claims.level)
+        claims.set_outputs(count)
 
     def raise_level(self, level: int, guess: bool = False) -> None:
         """Non-model data will take `level` bytes: chunks make room before they do. Where that is a guess, as far as
         they have somewhere to go."""
         try:
-            self._make_on_device(level - self.level, rising=True, guess=guess)
+            self._make_on_device(level - self.claims.level, rising=True, guess=guess)
         except BudgetError:
             if not guess:
                 raise
-            level = self._most()
-        self.set_level(level, guess)
+            level = self.claims.most()
+        self.claims.set_level(level, guess)
         self.store.backend.trim(self.ledger.room("device") + self.ledger.room("host"))
 
     def end_pass(self) -> None:
         """One is over. Where it was no planned one, the highest tide it may have had is no longer there."""
         if self.course.plan is not None and not self.course.on_track:
-            self.set_level(self.level, guess=True)
+            self.claims.set_level(self.claims.level, guess=True)
 
     def go_back(self, level: int, guess: bool) -> None:
         """To the level before a guess. Chunks that the guess made room for leave."""
-        if level - self.level > self.ledger.room("device"):
+        if level - self.claims.level > self.ledger.room("device"):
             self.raise_level(level, guess=True)
-        if level <= self._most():
-            self.set_level(level, guess)
-
-    def _most(self) -> int:
-        """What of the device's budget nothing is reserved in, and no other engine's non-model data."""
-        taken = self.ledger.reserved["device"] + self.elsewhere() + self.held
-        return max(0, self.ledger.budgets["device"] - taken)
+        if level <= self.claims.most():
+            self.claims.set_level(level, guess)
 
     def spare(self) -> int:
         """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
@@ -209,14 +169,14 @@ class Room:
         if self.store.near == "host":
             return self.ledger.room("host")
         place = max(self.course.position, 0)
-        return self._most() - (plan.growth[place] if place < len(plan.growth) else 0)
+        return self.claims.most() - (plan.growth[place] if place < len(plan.growth) else 0)
 
     def always(self, needed: int) -> bool:
         """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
         plan = self.course.plan
         if plan is None or not self.course.on_track:
             return False
-        return needed <= self.budget("device") - self.held - plan.static_bytes - plan.in_use
+        return needed <= self.budget("device") - self.claims.outputs - plan.static_bytes - plan.in_use
 
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
@@ -225,7 +185,12 @@ class Room:
         length = len(plan.record.moments) if plan is not None else 0
         if plan is None or self.activations is None or place >= length * plan.accumulate:
             return 0
-        free = self.ledger.budgets["device"] - self.ledger.reserved["device"] - plan.levels[place] - self.held
+        free = (
+            self.ledger.budgets["device"]
+            - self.ledger.reserved["device"]
+            - plan.levels[place]
+            - self.claims.outputs
+        )
         return self.activations.depart(place % length, -1 if wait else free)
 
     def _hurry(self, needed: int) -> bool:
@@ -233,7 +198,7 @@ class Room:
         before = self.activations.late if self.activations is not None else 0
         if not before:
             return False
-        self.set_level(self.level - before + self.late(self.course.position, wait=True))
+        self.claims.set_level(self.claims.level - before + self.late(self.course.position, wait=True))
         return needed <= self.ledger.room("device")
 
     # -- the device -----------------------------------------------------------------------------------
@@ -292,15 +257,16 @@ class Room:
     def _lower(self, needed: int) -> bool:
         """Whether the level makes room: as long as it is a share, or what training takes, and no prediction, what is in
         use goes before it."""
-        unforeseen = (self.course.plan is None and not self.foreseen) or self.ledger.is_guess("device")
-        if not unforeseen or self._most() < needed + self.fixed:
+        unforeseen = (self.course.plan is None and not self.claims.imagined) or self.ledger.is_guess("device")
+        if not unforeseen or self.claims.most() < needed + self.claims.lasting:
             return False
-        self.set_level(min(self.level, self._most() - needed), guess=True)
+        self.claims.set_level(min(self.claims.level, self.claims.most() - needed), guess=True)
         return True
 
     def _refusal(self, needed: int) -> BudgetError:
         short = needed - self.ledger.room("device")
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
+        outputs = self.claims.outputs
         return BudgetError(
             f"device: {format_size(needed)} are needed{self.course}, with {format_size(held)} of chunks in "
             f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
@@ -308,7 +274,7 @@ class Room:
             tier="device",
             short=short,
             advice=f"raise device.memory by {short} bytes, or use a smaller batch, sequence or chunk_size"
-            + (f", or let go of outputs of passes before ({format_size(self.held)})" if self.held else ""),
+            + (f", or let go of outputs of passes before ({format_size(outputs)})" if outputs else ""),
         )
 
     def ask(self, short: Callable[[], int]) -> None:

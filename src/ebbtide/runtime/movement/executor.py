@@ -133,7 +133,7 @@ class Executor:
         if plan is not self.course.plan:
             self._updates.bring_all()  # that there is room for them later was the other plan's word
         self.course.begin(plan, offset)
-        if plan is not None and plan.levels[offset] > self.room.level:
+        if plan is not None and plan.levels[offset] > self.room.claims.level:
             self.room.raise_level(plan.levels[offset])  # something may be computed before the first moment
 
     def reverse(self) -> None:
@@ -219,9 +219,9 @@ class Executor:
             self.leave_track(f"moment {place}: {self._name(what)} was not expected")
             return
         late = 0 if self.room.activations is None else self.room.late(place)
-        level, before = plan.levels[place] + late, self.room.level
+        level, before = plan.levels[place] + late, self.room.claims.level
         if level < before:
-            self.room.set_level(level)
+            self.room.claims.set_level(level)
         for trigger in plan.triggers[place]:
             self._start(
                 self.store.chunks.get(plan.items[trigger.item]), trigger.fetch, max(0, level - before)

@@ -4,7 +4,7 @@ SSD passes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -63,9 +63,10 @@ class StateStreaming:
         for index in chunks:
             store.written_on_ssd(index)
 
-    def expect(self, chunks: Iterable[int]) -> None:
+    def expect(self, order: Callable[[], list[int]]) -> None:
+        """`order`: chunks whose state streams, as their updates follow each other."""
         if self._store.state_stream is not None:
-            self._store.state_stream.expect(list(chunks))
+            self._store.state_stream.expect(order())
 
     def put_back(self) -> None:
         """Gives the buffers back, and what only they have to SSD."""

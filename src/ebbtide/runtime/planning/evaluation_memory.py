@@ -52,10 +52,9 @@ class EvaluationMemory:
         self._plan: Plan | None = None
 
     def trained(self, plan: Plan, call: Call) -> None:
-        """A training pass has this plan."""
-        if plan is not self._plan:
-            self._plan = plan
-            self._remember(_shapes(call), True, Need(max(plan.levels, default=0)))
+        """Training goes on by this plan."""
+        self._plan = plan
+        self._remember(_shapes(call), True, Need(max(plan.levels, default=0)))
 
     def make_room(
         self,
@@ -79,24 +78,24 @@ class EvaluationMemory:
             return False
         near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
         left = 0 if self._plan is None else self._plan.record.left
-        beside = max(0, max(held, left) - self._room.held)
+        beside = max(0, max(held, left) - self._room.claims.outputs)
         little = min((one for one in near if self._short(one + beside) <= 0), default=-1)
         need = self._known.get((shapes, False), Need(little))
         if need.level < 0:
             record = self._imagining.imagine(call)
             if record is None:
                 trained = min((one for ratio, trains, one in measures if trains and ratio <= 1.0), default=0)
-                self._room.raise_level(max(trained, self._room.level), guess=True)
+                self._room.raise_level(max(trained, self._room.claims.level), guess=True)
                 return False
             need = Need(record.peak + SCALARS, self._uses_of(record))
             self._remember(shapes, False, need)
         level = need.level + beside
         if level <= planned and not pinned:
             return False
-        level = max(level, 0 if self._room.guessed else self._room.level)
+        level = max(level, 0 if self._room.claims.passes.guess else self._room.claims.level)
         self._give_up(self._short(level))
         self._room.raise_level(level)
-        self._room.foreseen = True
+        self._room.claims.imagined = True
         self._seat(need)
         return True
 
@@ -154,7 +153,7 @@ class EvaluationMemory:
         ledger, free = self._room.ledger, self._free(PARAM) + self._free(WHOLE)
         held = ledger.reserved["device"] - sum(chunk.nbytes for chunk in free if chunk.device is not None)
         largest = max((chunk.nbytes for chunk in free), default=0)
-        return level + self._room.held + held + 2 * largest - self._room.budget("device")
+        return level + self._room.claims.outputs + held + 2 * largest - self._room.budget("device")
 
     def _remember(self, shapes: Shapes | None, trains: bool, need: Need) -> None:
         if shapes is not None:

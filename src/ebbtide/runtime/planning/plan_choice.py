@@ -50,8 +50,8 @@ class BudgetShare:
         gone = any(peer not in here for peer in before)
         self._device = device if gone else min(device, self._device)
         self._host = host if gone else min(host, self._host)
-        seen, self._room.most_elsewhere = self._room.most_elsewhere, 0
-        self._elsewhere = max(0 if gone else seen, self._room.elsewhere())
+        seen = self._room.claims.take_most_elsewhere()
+        self._elsewhere = max(0 if gone else seen, self._room.claims.elsewhere())
         self._settle()
 
     def widened(self, make: Callable[[], Found]) -> Found:
@@ -102,8 +102,8 @@ class BudgetShare:
         nothing: where its moments cannot have the room that they need at least, this pass goes on with less state."""
         self._room.begin_turn()
         plan = self._room.course.plan
-        if self._room.elsewhere() and plan is not None and not self._fixed:
-            left = self._room.budget("device") - self._room.elsewhere()
+        if self._room.claims.elsewhere() and plan is not None and not self._fixed:
+            left = self._room.budget("device") - self._room.claims.elsewhere()
             self._homes.give_up(plan.static_bytes + plan.in_use - left)
 
     def _settle(self) -> None:
@@ -226,5 +226,6 @@ class PlanChoice:
         if plan is not self._course.plan or not self._homes.as_in(plan):
             self._homes.follow(plan)
         self._homes.tidy(plan)
-        self._streaming.expect(plan.update_order(self._in_backward, self._traces.shape.parameter_chunk))
+        chunks = self._traces.shape.parameter_chunk
+        self._streaming.expect(lambda: plan.update_order(self._in_backward, chunks))
         return plan
