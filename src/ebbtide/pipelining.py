@@ -97,7 +97,7 @@ def _described(given: Tensors, with_gradient: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _refuse(engine: Engine, stages: int, group: dist.ProcessGroup | None) -> None:
-    config, companions = engine.config, engine._companions
+    config, companions = engine.config, engine._session.companions
     known = None if companions is None or companions.stages is None else companions.stages.group
     if stages != dist.get_world_size(group):
         raise UnsupportedError(

@@ -151,7 +151,7 @@ def train_long(checkpointing: bool, **changes: Any) -> tuple[str, int, dict[str,
                 moved.append(
                     {link: links[link] - before[link] for link in ("host_to_device", "device_to_host")}
                 )
-        plan = engine._session.course.plan
+        plan = engine._session.cursor.plan
         assert plan is not None
         stats = engine.stats() | {"away": plan.away.bytes if plan.away else 0}
         return engine.weights_sha256(), count.peak, stats, moved
@@ -264,13 +264,13 @@ def test_without_a_plan_all_leaves_and_comes_on_demand(make: Any, monkeypatch: p
     monkeypatch.setattr("ebbtide.runtime.planning.tracer.trace_symbolically", fail)
     engine = make(device={"memory": 1_800_000}, **HOST)
     loss = engine(**zoo.ZOO["gpt2"].batch(0)).loss
-    assert engine._session.course.plan is None
+    assert engine._session.cursor.plan is None
     engine.backward(loss)
     engine.step()
     assert engine.stats()["offloaded_bytes"] > 0
     for number in range(1, 4):
         step(engine, number)
-    assert engine._session.course.plan is not None and not engine.stats()["diverged"]
+    assert engine._session.cursor.plan is not None and not engine.stats()["diverged"]
     assert engine.weights_sha256() == reference()
 
 

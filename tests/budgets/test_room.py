@@ -19,14 +19,14 @@ def test_what_a_moment_is_to_use_is_the_last_to_make_room_for_it(eviction: str) 
         config_of(eviction=eviction, placement="host", device={"memory": 2_000_000}, prefetch=False),
     )
     session, seen = engine._session, 0
-    room, course = session.room, session.course
+    room, cursor = session.room, session.cursor
     tick = session.executor._tick
 
     def entered(what: int) -> None:
         nonlocal seen
         tick(what)
         unused = [chunk for chunk in room._unused() if chunk.move is None]
-        now = [chunk for chunk in unused if course.used_now(chunk)]
+        now = [chunk for chunk in unused if cursor.used_now(chunk)]
         others = sum(chunk.nbytes for chunk in unused) - sum(chunk.nbytes for chunk in now)
         if now and others:
             seen += 1
@@ -52,8 +52,8 @@ def test_what_was_fetched_for_nothing_leaves_before_what_a_moment_is_to_use(evic
         engine.backward(engine(**batch_of("gpt2", number, torch.bfloat16, "cpu")).loss)
         engine.step()
     session = engine._session
-    room, course, store, ledger = session.room, session.course, session.store, session.room.ledger
-    assert course.on_track
+    room, cursor, store, ledger = session.room, session.cursor, session.store, session.room.ledger
+    assert cursor.on_track
     parameters = [chunk for chunk in store.chunks.values() if chunk.kind == "param"]
     room.claims.set_level(0)
     tried = 0
@@ -64,8 +64,8 @@ def test_what_was_fetched_for_nothing_leaves_before_what_a_moment_is_to_use(evic
             if chunk.device is not None:
                 room.evict(chunk)
                 store.settle(chunk)
-        course.position = course.plan.firsts["param", wanted.index][0]
-        if course.used_now(other):
+        cursor.position = cursor.plan.firsts["param", wanted.index][0]
+        if cursor.used_now(other):
             continue
         store.fetch(wanted)
         store.settle(wanted)

@@ -230,7 +230,7 @@ def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.Monke
             engine.wait_for_save()
         engine.save(folder, background=True)
         with pytest.warns(UserWarning, match="No space left"):
-            while engine._saver.pending is not None:
+            while engine._checkpoints.saver.pending is not None:
                 train(engine, "gpt2", 1, 2)
     assert RunFolder(folder).complete() == [old] and len(list(folder.iterdir())) == 2
     assert engine.save(folder, background=True).name == f"step-{engine.steps:08d}"

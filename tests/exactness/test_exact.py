@@ -87,7 +87,7 @@ def test_without_a_compiler(name: str, change: str, monkeypatch: pytest.MonkeyPa
     """The fallback kernels, through the engine."""
     used = []
     fallback = FallbackKernels()
-    monkeypatch.setattr("ebbtide.engine.training.cpu_kernels", lambda: used.append(fallback) or fallback)
+    monkeypatch.setattr("ebbtide.engine.opening.cpu_kernels", lambda: used.append(fallback) or fallback)
     config = config_of(**CHANGES.get(change, {}))
     peak, model_data, _ = facts(name, "none", config)
     check(name, "none", STEPS, config, None)

@@ -247,12 +247,12 @@ def test_gradients_that_wait_beside_their_chunks_stay_within_the_budget(accumula
         return rested
 
     train(3)
-    assert session.course.plan is not None
+    assert session.cursor.plan is not None
     chunks = session.store.chunks.values()
     room = max(chunk.nbytes for chunk in chunks if chunk.kind == "param")
     if spare != "a chunk":
         room += sum(chunk.nbytes for chunk in chunks if chunk.kind == "grad")
-    ledger.budgets["device"] = session.course.plan.highest + room
+    ledger.budgets["device"] = session.cursor.plan.highest + room
     ledger.count_anew()
     with Count(engine) as count:
         rested = train(3)
@@ -280,7 +280,7 @@ def test_a_chunk_may_leave_between_its_update_and_its_books(
 
         for _ in range(4):
             step()
-        plan = engine._session.course.plan
+        plan = engine._session.cursor.plan
         assert plan is not None
         engine._tiers.ledger.budgets["device"] = plan.highest + 65_536
         engine.module.first = 0

@@ -327,7 +327,7 @@ def test_loss_scaling_skips_backs_off_and_grows_alike(deeds: list[str]) -> None:
     said = []
 
     def deed(engine: ebbtide.Engine, rests: bool) -> None:
-        engine._scaler.interval = 3  # type: ignore[union-attr]
+        engine._core.scaler.interval = 3  # type: ignore[union-attr]
         steps(engine, range(3))
         deeds.clear()
         said.append(steps(engine, range(3, 12)))

@@ -56,7 +56,7 @@ def test_gradients_are_copied_once(layout: str, accumulate: int, offload: str) -
         moved = _train(engine, seen, accumulate)
         assert seen == [0] * STEPS * accumulate
         assert moved == [accumulate * sum(2 * p.numel() for p in engine.module.parameters())] * STEPS
-        plan = engine._session.course.plan
+        plan = engine._session.cursor.plan
         assert plan is not None and not engine.stats()["diverged"]
         assert plan.residency.to_host == moved[-1]
         sha, _ = harness.expected("gpt2", "none", STEPS, accumulate=accumulate)
@@ -73,7 +73,7 @@ def test_of_chunks_that_are_partly_frozen_what_arrives_is_counted() -> None:
     engine = ebbtide.initialize(model, harness.config_of(placement="host", accumulate=2, **ROOMY))
     try:
         moved = _train(engine, [], 2)
-        plan = engine._session.course.plan
+        plan = engine._session.cursor.plan
         trained = sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
         assert plan is not None and plan.residency.to_host == moved[-1] == 2 * trained
     finally:
@@ -177,7 +177,7 @@ def leave_copies(engine: ebbtide.Engine) -> int:
     for index in range(len(session.data.members)):
         chunk = session.data.parameter_chunk(index)
         room = session.ledger.room("host") >= session.store.room_needed(chunk, "host")
-        if session.course.stays("param", index) and chunk.device_valid and chunk.host is None and room:
+        if session.cursor.stays("param", index) and chunk.device_valid and chunk.host is None and room:
             session.room.evict(chunk)
             session.store.settle(chunk)
             session.places.bring(chunk)

@@ -52,12 +52,12 @@ class Machine(RuleBasedStateMachine):
         self.store = ChunkStore(layout, self.backend, self.ledger)
         self.queue = UpdateQueue(True, self.store)
         self.data = ModelData(names, parameters, runs, layout, self.store, "none", self.queue)
-        course = PlanCursor(len(layout.chunks))
-        room = Room(self.data, course, self.queue, policy, WeakSet())
+        cursor = PlanCursor(len(layout.chunks))
+        room = Room(self.data, cursor, self.queue, policy, WeakSet())
         room.peers.add(room)
-        places = FetchOnDemand(self.data, course, room)
+        places = FetchOnDemand(self.data, cursor, room)
         gradients = SimpleNamespace(reclaim=lambda members: None)
-        self.executor = Executor(places, course, self.queue, gradients)  # type: ignore[arg-type]
+        self.executor = Executor(places, cursor, self.queue, gradients)  # type: ignore[arg-type]
         self.values = [float(i) for i in range(LAYERS)]
         self.units = [unit for _, unit in units]
         for chunk in layout.chunks:

@@ -95,8 +95,8 @@ def test_plans_count_two_tensors_for_the_sum() -> None:
         loss = engine(drawn())["loss"]
         engine.backward(loss)
         engine.step()
-        assert engine._session.course.plan is not None
-        records.append(engine._session.course.plan.record)
+        assert engine._session.cursor.plan is not None
+        records.append(engine._session.cursor.plan.record)
     engine.close()
     assert records[0].source == "symbolic"
     assert all(2 * TABLE <= record.peak < 2.5 * TABLE for record in records)

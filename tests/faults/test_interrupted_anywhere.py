@@ -102,7 +102,7 @@ def test_a_step_is_interrupted_anywhere(setting: str, part: int) -> None:
         engine = opened(setting)
         interrupt = interrupted(engine, at)
         try:
-            if engine._broken or engine._session.queue.failed:
+            if engine._core.broken or engine._session.queue.failed:
                 is_mended(engine)
             else:
                 goes_on(engine, shas)

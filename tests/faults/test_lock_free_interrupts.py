@@ -33,7 +33,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def go_on(engine: Engine, total: torch.Tensor) -> None:
     """All is there, or the engine is broken and loading mends it."""
-    if engine._broken or engine._session.queue.failed:
+    if engine._core.broken or engine._session.queue.failed:
         with pytest.raises(StateError, match="partially stepped"):
             engine.synchronize()
         engine.load_state_dict({f"layers.{i}.weight": torch.zeros(ELEMENTS) for i in range(LAYERS)})
@@ -198,4 +198,4 @@ def test_a_write_that_is_lost_is_not_said_in_the_middle_of_a_pass(folder: Path, 
         engine.step()
         with pytest.raises(StateError, match="written in place"):
             engine.synchronize()
-        assert not engine._broken
+        assert not engine._core.broken

@@ -42,7 +42,7 @@ def test_parameters_and_gradients_stay_in_memory(tmp_path: Path) -> None:
     try:
         for _ in range(3):
             ours.step()
-        plan = ours.engine._session.course.plan
+        plan = ours.engine._session.cursor.plan
         assert plan is not None and not plan.evicted
     finally:
         ours.close()

@@ -371,7 +371,7 @@ def test_activations_leave_as_the_engine_sends_them(host: int, tier: str, tmp_pa
     for _ in range(3):
         engine.backward(engine(**tokens("gpt2-tiny", 1, 256)).loss)
         engine.step()
-    plan, diverged = engine._session.course.plan, engine.stats()["diverged"]
+    plan, diverged = engine._session.cursor.plan, engine.stats()["diverged"]
     engine.close()
     assert plan is not None and plan.away is not None and not diverged
     for where, count in (("host", plan.away.host_bytes), ("ssd", plan.away.stored_bytes)):

@@ -283,7 +283,7 @@ KEPT = 500
     st.sampled_from(["one tier", "host", "ssd", "host and ssd"]),
     st.tuples(st.integers(1, 200), st.integers(1, 100), st.integers(1, 100)),
     st.sampled_from(["auto", "auto", "host", "static"]),
-    st.sampled_from([{}, {"take_over": True}, {"in_backward": True}]),
+    st.sampled_from([{}, {"in_parameter_space": True}, {"in_backward": True}]),
 )
 def test_following_a_refusals_advice_once_is_enough(
     layers: list[int],
@@ -355,7 +355,7 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
     share: int,
     accumulate: int,
     prefetch: bool,
-    take_over: bool,
+    in_parameter_space: bool,
     eviction: str,
     ranks: int,
 ) -> None:
@@ -377,7 +377,7 @@ def test_no_plan_passes_a_budget_and_every_access_is_met(
         eviction=eviction,
         prefetch=prefetch,
         accumulate=accumulate,
-        take_over=take_over and accumulate == 1,
+        in_parameter_space=in_parameter_space and accumulate == 1,
     )
     plan = make_plan(shape, record, chosen)
     assume(plan.residency.steady)

@@ -130,7 +130,7 @@ def staged(schedule: str, config: dict[str, Any]) -> dict[str, Any]:
             "weights": pipe.weights(),
             "sha": pipe.engine.weights_sha256(),
             "moved": sum(stats["moved_bytes"].values()),
-            "plan": pipe.engine._session.course.diverged,
+            "plan": pipe.engine._session.cursor.diverged,
         }
     finally:
         pipe.engine.close()

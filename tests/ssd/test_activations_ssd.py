@@ -147,7 +147,7 @@ def test_each_step_writes_what_was_planned(make: Any, reference: str, device: in
             step(engine, number)
     engine.synchronize()
     assert engine.weights_sha256() == reference
-    plan = engine._session.course.plan
+    plan = engine._session.cursor.plan
     assert plan is not None and plan.away is not None and plan.away.on_ssd
     assert (plan.away.host_bytes > 0) == (host > 0) and plan.away.beside == (host == 0)
     assert moved["ssd_write"] - before["ssd_write"] >= plan.away.ssd_bytes
@@ -198,7 +198,7 @@ def test_without_a_plan(make: Any, reference: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ebbtide.runtime.planning.tracer.trace_symbolically", fail)
     engine = make(24_000_000, host)
     loss = engine(**long_batch(0)).loss
-    assert engine._session.course.plan is None
+    assert engine._session.cursor.plan is None
     engine.backward(loss)
     engine.step()
     assert engine._tiers.ledger.tag_peaks["ssd"]["activations"] > 0
@@ -217,7 +217,7 @@ def test_shapes_take_turns(make: Any) -> None:
             engine.backward(engine(**long_batch(number, 256 if number % 3 == 1 else 512)).loss)
             engine.step()
             engine.check_integrity()
-            plan = engine._session.course.plan
+            plan = engine._session.cursor.plan
             if plan is not None and plan.away is not None:
                 assert engine._tiers.ledger.tags["ssd"]["activations"] == plan.away.stored_bytes
         shas.append(engine.weights_sha256())
@@ -239,7 +239,7 @@ def test_exceptions_and_dropped_graphs_give_everything_back(make: Any, reference
     for number in range(1, STEPS):
         step(engine, number)
     assert engine.weights_sha256() == reference
-    assert engine._tiers.ledger.tags["ssd"]["activations"] == engine._session.course.plan.away.stored_bytes
+    assert engine._tiers.ledger.tags["ssd"]["activations"] == engine._session.cursor.plan.away.stored_bytes
     held = engine(**long_batch(9)).loss
     engine.close()
     assert held.item() > 0  # it still holds the graph

@@ -314,7 +314,7 @@ def test_what_a_slow_disk_cannot_do_in_backward_is_done_in_the_next_forward(
         elif between == "a look at the weights":
             with engine.weights():
                 pass
-    plan = engine._session.course.plan
+    plan = engine._session.cursor.plan
     assert plan is not None and bool(plan.evicted) == (split in (*THREE, *LEAVING))
     assert put_off or split in THREE  # there is not always room for it
     assert engine.weights_sha256() == expected("gpt2", "none", 4, clip=None)[0]

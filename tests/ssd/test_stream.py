@@ -19,9 +19,9 @@ from ebbtide.devices.cpu_device import OVER
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.disk.space import DiskSpace
+from ebbtide.memory.links import Traffic
 from ebbtide.memory.ssd_space import SsdSpace
 from ebbtide.memory.state_stream import StateStream
-from ebbtide.memory.tiers import Traffic
 from ebbtide.planner.sizes import SLOTS
 from ebbtide.runtime.updates.update_queue import UpdateQueue
 

@@ -29,7 +29,7 @@ from ebbtide.forecasting.doctor.machine_file import machine_toml
 from ebbtide.forecasting.forecaster import Forecast, Forecaster, Workload
 from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.forecasting.simulation.outlook import Outlook, look
-from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
+from ebbtide.memory.links import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.models import find_model
 
 LINKS = (TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE)

@@ -136,7 +136,7 @@ def _train(spec: ModelSpec, config: dict[str, Any], seq: int, batch: int, steps:
             losses.append(ours.step())
             seconds.append(time.perf_counter() - start)
         stats = engine.stats()
-        shape, plan = session.shape, session.course.plan
+        shape, plan = session.shape, session.cursor.plan
         assert plan is not None
         moved = {link: (count - before[link]) // steps for link, count in stats["moved_bytes"].items()}
         return {

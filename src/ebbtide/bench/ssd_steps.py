@@ -221,7 +221,7 @@ def _engine_facts(repeats: int) -> dict[str, Any]:
     engine = _held["ours"].engine
     stats, moved = engine.stats(), _held["moved"][-repeats:]
     session = engine._session
-    plan = session.course.plan
+    plan = session.cursor.plan
     memory = psutil.Process().memory_info()
     peak = peak_rss()
     updates = sum(update_bytes(session.shape, session.config.resolved_master))

@@ -12,27 +12,26 @@ from typing import Any
 import torch
 
 from ebbtide.checkpoint import values
-from ebbtide.engine.held import EngineCore
+from ebbtide.engine.core import EngineCore
 from ebbtide.errors import ConfigError, UnsupportedError, nearest
 from ebbtide.memory.budget import SNAPSHOT
 from ebbtide.memory.disk.vectors import view
-from ebbtide.runtime.updates.loss_scale import LossScaler
 
 
-class ValuesByName(EngineCore):
-    _scaler: LossScaler | None
+class ValuesByName:
+    def __init__(self, core: EngineCore) -> None:
+        self._core, self._session = core, core.session
 
     @contextmanager
-    def weights(self, *patterns: str, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
-        """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
-        session = self._open()
+    def weights(self, patterns: tuple[str, ...], write: bool) -> Iterator[dict[str, torch.Tensor]]:
+        session = self._core.open()
         session.reclaim()
         if write:
             session.catch_up_averages()
         found = {n: values.whole(session, n, values.load(session, n)) for n in self._match(patterns)}
         yield found
         if write:
-            self._open()
+            self._core.open()
             known = values.names(session)
             for name in found:
                 if name not in known:
@@ -45,22 +44,19 @@ class ValuesByName(EngineCore):
                 values.save(session, name, value)
 
     @contextmanager
-    def gradients(self, *patterns: str) -> Iterator[dict[str, torch.Tensor]]:
-        """Held gradients by name, between backward and step; parameters without one are left out."""
-        if self.config.updates == "in-backward":
+    def gradients(self, patterns: tuple[str, ...]) -> Iterator[dict[str, torch.Tensor]]:
+        if self._core.config.updates == "in-backward":
             raise UnsupportedError(
                 'gradients are consumed in backward; use updates = "exact" to look at them'
             )
-        session = self._open()
-        scale = 1.0 if self._scaler is None else self._scaler.scale
+        session = self._core.open()
+        scale = 1.0 if self._core.scaler is None else self._core.scaler.scale
         found = {name: values.gradient(session, name, scale) for name in self._match(patterns)}
         yield {n: values.whole(session, n, value) for n, value in found.items() if value is not None}
 
     @contextmanager
-    def resident(self, write: bool = False) -> Iterator[None]:
-        """All parameters stay on the device: for generate() and evaluation. With `write` they may be changed there, in
-        whatever way: merged, averaged, through `.data`. What was changed counts, bit by bit, and nothing else."""
-        session = self._open()
+    def resident(self, write: bool) -> Iterator[None]:
+        session = self._core.open()
         session.reclaim()
         if session.lock_free is not None:
             session.lock_free.begin_evaluation()
@@ -95,7 +91,7 @@ class ValuesByName(EngineCore):
     def _notice_live_writes(self, asked: bool) -> None:
         data, names = self._session.data, []
         try:
-            if not self._closed:
+            if not self._core.closed:
                 names = [data.names[member] for member in data.notice_all()]
         finally:
             data.live.end()
@@ -114,28 +110,24 @@ class ValuesByName(EngineCore):
         return [n for n in names if not patterns or any(fnmatchcase(n, p) for p in patterns)]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights (master precision) and buffers under the module's own keys, on the host."""
-        session = self._open()
+        session = self._core.open()
         session.reclaim()
         return values.state_dict(session)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-        """Takes weights and buffers by name; every key must be there and no other, unless `strict` is False. Returns
-        what was missing and what was not known, as torch's own does."""
-        session = self._open()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
+        session = self._core.open()
         session.refuse_swapped()
         found = values.compare_keys(session, state, strict)
         session.catch_up_averages()
-        self._end_pending()
-        self._clear()
+        self._core.end_pending()
+        self._core.clear()
         values.load_state_dict(session, state)
         if not found.missing_keys:
-            self._mend()
+            self._core.mend()
         return found
 
     def weights_sha256(self) -> str:
-        """Hash of the fp32 master weights in name order."""
-        session = self._open()
+        session = self._core.open()
         session.reclaim()
         digest = hashlib.sha256()
         for name in sorted(values.names(session)):

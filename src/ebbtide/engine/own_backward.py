@@ -8,10 +8,10 @@ of the engine's, which finds the callback gone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -42,21 +42,25 @@ class _Over:
         self._own.end()
 
 
+class GoesBack(Protocol):
+    """Whose pass it was."""
+
+    def reversing(self, loss: None) -> AbstractContextManager[None]:
+        """Around a backward."""
+
+    def accumulating(self) -> bool:
+        """Whether the backward that autograd runs now brings gradients."""
+
+
 class OwnBackward:
-    def __init__(
-        self,
-        session: Session,
-        reversing: Callable[[None], AbstractContextManager[None]],
-        accumulating: Callable[[], bool],
-    ) -> None:
-        """`reversing`: around a backward; `accumulating`: whether the one that runs brings gradients."""
-        self._session, self._reversing, self._accumulating = session, reversing, accumulating
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._open: AbstractContextManager[None] | None = None
         self._over: weakref.ref[_Over] | None = None
 
-    def watch(self, found: Any) -> None:
+    def watch(self, found: Any, passes: GoesBack) -> None:
         """A forward pass gave this."""
-        reached = _Reached(weakref.ref(self))
+        reached = _Reached(weakref.ref(self), weakref.ref(passes))
         for node in {tensor.grad_fn for tensor in tensors_in(found) if tensor.grad_fn is not None}:
             node.register_prehook(reached)
 
@@ -65,12 +69,12 @@ class OwnBackward:
         """Whether such a backward runs now."""
         return self._open is not None and self._over is not None and self._over() is not None
 
-    def reached(self) -> None:
+    def reached(self, passes: GoesBack) -> None:
         """Backward comes to an output."""
         if self.live:
             self._session.recording.reach()
             return
-        if is_led() or not self._accumulating():
+        if is_led() or not passes.accumulating():
             return
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -81,7 +85,7 @@ class OwnBackward:
         self.give_up()
         if self._session.interceptor.scopes:
             return
-        entered = self._reversing(None)
+        entered = passes.reversing(None)
         entered.__enter__()
         self._session.recording.reach()
         self._open, over = entered, _Over(self)
@@ -113,15 +117,15 @@ class OwnBackward:
 class _Reached:
     """The hook; a graph is not to keep an engine."""
 
-    __slots__ = ("_own",)
+    __slots__ = ("_own", "_passes")
 
-    def __init__(self, own: weakref.ref[OwnBackward]) -> None:
-        self._own = own
+    def __init__(self, own: weakref.ref[OwnBackward], passes: weakref.ref[GoesBack]) -> None:
+        self._own, self._passes = own, passes
 
     def __call__(self, *_: Any) -> None:
-        own = self._own()
-        if own is not None:
-            own.reached()
+        own, passes = self._own(), self._passes()
+        if own is not None and passes is not None:
+            own.reached(passes)
 
 
 def tensors_in(found: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.checkpoint.saving import Saver
+from ebbtide.engine.core import EngineCore
 from ebbtide.engine.foreign import Schedulers
-from ebbtide.engine.held import EngineCore, alone
-from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Decision, Guarded, Scaling
 from ebbtide.runtime.distributed.agreement import STEP
-from ebbtide.runtime.updates.loss_scale import LossScaler
 
 NOTHING_TRAINED = (
     "engine.step(): backward brought no gradient to a parameter of the optimizer, so nothing would be trained: the loss "
@@ -36,82 +34,80 @@ class StepResult:
     loss_scale: float = 1.0
 
 
-class Stepping(EngineCore):
-    optimizer: EngineOptimizer
-    _scaler: LossScaler | None
-    _saver: Saver
-    _schedulers: Schedulers
-    _stepping: bool
-    """Whether it is the engine that calls the optimizer."""
-    _factor: float
-    """What gradients are multiplied with."""
-    _clip_once: float | None
-    """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
-    last_step: StepResult | None
-    """What the last call of `step` gave, whoever called it."""
+class Stepping:
+    def __init__(self, core: EngineCore, saver: Saver) -> None:
+        self._core, self._session, self._saver = core, core.session, saver
+        self._config = core.config
+        self._schedulers = Schedulers(core.optimizer)
+        self.own_call = False
+        """Whether it is the engine that calls the optimizer."""
+        self._factor = 1.0
+        """What gradients are multiplied with."""
+        self.last: StepResult | None = None
+        """What the last call of `step` gave, whoever called it."""
 
     @property
     def loss_scale(self) -> float:
-        """What fp16 losses are multiplied with; 1 in other precisions."""
-        return self._scaler.scale if self._scaler is not None else 1.0
+        return self._core.scaler.scale if self._core.scaler is not None else 1.0
 
-    @alone
     def step(self) -> StepResult:
-        """Updates the weights, on every `accumulate`-th call."""
-        self.last_step = None
-        self.last_step = found = self._step()
+        self.last = None
+        self.last = found = self._step()
         return found
 
-    @alone
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The global norm of the gradients that are held; `step` scales them down to `max_norm` where it is larger. In
-        place of torch.nn.utils.clip_grad_norm_, between backward and `step`."""
-        self._check()
-        if self.config.updates == "in-backward":
+        self._core.check()
+        if self._config.updates == "in-backward":
             raise UnsupportedError(
                 'clip_grad_norm_: updates = "in-backward" has consumed the gradients; use updates = "exact"'
             )
         if not isinstance(max_norm, int | float) or not max_norm > 0:
             raise ConfigError(f"clip_grad_norm_: expected a norm above zero, found {max_norm!r}")
-        self._notice_dropped()
+        self._core.notice_dropped()
         session = self._session
         if session.micro:
             session.average_unmanaged()
             norm = self._decide(Scaling(self._unscale(), None)).norm
-            self._clip_once = float(max_norm)
+            self._core.clip_once = float(max_norm)
         else:
             norm = 0.0  # as in plain PyTorch, where there are no gradients
         session.updates.sink.show()
         return torch.tensor(norm)
 
+    @property
+    def _number(self) -> int:
+        """The step's that is to come, as messages count."""
+        return self._core.steps + 1
+
     def _unscale(self) -> float:
-        return 1.0 / (self.loss_scale * self.config.accumulate * self._session.pieces)
+        return 1.0 / (self.loss_scale * self._config.accumulate * self._session.pieces)
 
     def _step(self) -> StepResult:
-        self._check()
+        self._core.check()
         if self._saver.pending is not None:
             self._saver.look()
         self._schedulers.look()
         self._session.refuse_swapped()
-        self._notice_dropped()
+        self._core.notice_dropped()
         session = self._session
         if session.micro == 0:
             said = self._without_backward()
-            self._clear()  # a loop that goes on is not to have them in its next step
+            self._core.clear()  # a loop that goes on is not to have them in its next step
             raise StateError(said)
-        if session.micro < self.config.accumulate:
+        if session.micro < self._config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
-        if self.config.updates != "in-backward":
-            session.updates.regroup(self.optimizer.param_groups)
-        session.meet(STEP, self.steps)
+        if self._config.updates != "in-backward":
+            session.updates.regroup(self._core.optimizer.param_groups)
+        session.meet(STEP, self._core.steps)
         session.average_unmanaged()
         self._refuse_nothing()
-        if self.config.updates == "in-backward":
+        if self._config.updates == "in-backward":
             self._refuse_nonfinite_outside()
             self._step_optimizer()
             return StepResult(True, loss_scale=self.loss_scale)
         session.prelaunch()
-        scaling = Scaling(self._unscale(), self.config.clip if self._clip_once is None else self._clip_once)
+        clip_once = self._core.clip_once
+        scaling = Scaling(self._unscale(), self._config.clip if clip_once is None else clip_once)
         decision = self._step_guarded(scaling)
         if decision is None:
             if bad := self._nonfinite():
@@ -121,7 +117,7 @@ class Stepping(EngineCore):
         return StepResult(True, grad_norm=decision.norm, loss_scale=self.loss_scale)
 
     def _without_backward(self) -> str:
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+        if not any(parameter.requires_grad for parameter in self._core.module.parameters()):
             return NOTHING_TRAINED
         if self._session.brought():
             return (
@@ -137,22 +133,22 @@ class Stepping(EngineCore):
 
     def _refuse_nothing(self) -> None:
         """A backward pass was there and brought no parameter of the optimizer a gradient."""
-        session, companions = self._session, self._companions
+        session, companions = self._session, self._session.companions
         if session.brought() or (companions is not None and companions.stages is not None):
             return  # another stage may have all of them
-        self._clear()
+        self._core.clear()
         raise StateError(NOTHING_TRAINED)
 
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""
-        self._losses, self._clip_once = [], None
+        self._core.start_step()
         self._session.drop_gradients()
         self._session.unmanaged.discard()
-        if self._scaler is not None:
-            self._scaler.update(True)
-        elif self.config.nonfinite != "continue":
+        if self._core.scaler is not None:
+            self._core.scaler.update(True)
+        elif self._config.nonfinite != "continue":
             raise NonFiniteError(
-                f"step {self.steps + 1}: {bad}; the weights are as before the step. {self._what_is_away()}Lower the "
+                f"step {self._number}: {bad}; the weights are as before the step. {self._what_is_away()}Lower the "
                 'learning rate, clip gradients, or set nonfinite = "continue" to skip such steps'
             )
         return StepResult(False, True, loss_scale=self.loss_scale)
@@ -161,7 +157,9 @@ class Stepping(EngineCore):
         total = self._session.updates.square_sum()
         for name in sorted(squares := self._session.unmanaged.squares()):
             total += squares[name]
-        return scaling.decide(total if self._companions is None else self._companions.total(total))
+        return scaling.decide(
+            total if self._session.companions is None else self._session.companions.total(total)
+        )
 
     def _what_is_away(self) -> str:
         if all(self._session.data.bound):
@@ -178,16 +176,16 @@ class Stepping(EngineCore):
         if names:
             self._session.drop_gradients()
             self._session.unmanaged.discard()
-            self._broken = "a gradient outside the chunks was not finite, when those within were updated"
+            self._core.broken = "a gradient outside the chunks was not finite, when those within were updated"
             raise NonFiniteError(
-                f"step {self.steps + 1}: the gradient of {names[0]} is not finite; parameters in chunks have had this "
+                f"step {self._number}: the gradient of {names[0]} is not finite; parameters in chunks have had this "
                 "step's update. Go on from a checkpoint with a lower learning rate"
             )
 
     def _nonfinite(self) -> str:
         """Why the step cannot be taken, the same on all processes that train the model."""
-        said = (lambda text: text) if self._companions is None else self._companions.said
-        bad = [loss for loss in self._session.of_all_ranks(self._losses) if not math.isfinite(loss)]
+        said = (lambda text: text) if self._session.companions is None else self._session.companions.said
+        bad = [loss for loss in self._session.of_all_ranks(self._core.losses) if not math.isfinite(loss)]
         if found := said(f"the loss is {bad[0]}" if bad else ""):
             return found
         names = self._session.updates.nonfinite() + self._session.unmanaged.nonfinite()
@@ -202,11 +200,11 @@ class Stepping(EngineCore):
         """Where the host has nothing to decide, a GPU is given the update before it has come to the gradients, and waits
         for nobody. None where the host has to look: nothing has been changed."""
         unmanaged, updates = self._session.unmanaged, self._session.updates
-        if self._companions is not None or self.optimizer.overheard or any(unmanaged.arrived()):
+        if self._session.companions is not None or self._core.optimizer.overheard or any(unmanaged.arrived()):
             return None
         if self._session.averages:
             return None
-        guarded = updates.guarded(self._losses, scaling)
+        guarded = updates.guarded(self._core.losses, scaling)
         if guarded is None:
             return None
         with self._no_way_back():
@@ -226,44 +224,44 @@ class Stepping(EngineCore):
     @contextmanager
     def _no_way_back(self) -> Iterator[None]:
         """Around an update that has begun, until the step counts."""
-        before = self.steps
+        before = self._core.steps
         try:
             yield
         except BaseException:
-            if self.steps == before:
-                self._broken = "an exception inside the update left some parameters updated and others not"
+            if self._core.steps == before:
+                self._core.broken = (
+                    "an exception inside the update left some parameters updated and others not"
+                )
             raise
 
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls."""
-        self._losses, self._clip_once = [], None
-        self._stepping = True
+        self._core.start_step()
+        self.own_call = True
         try:
-            self.optimizer.step()
+            self._core.optimizer.step()
         finally:
-            self._stepping = False
-        if self.optimizer.handed is not None:
-            self.optimizer.handed._opt_called = True  # type: ignore[attr-defined]  # what a scheduler on it asks for
+            self.own_call = False
+        if self._core.optimizer.handed is not None:
+            self._core.optimizer.handed._opt_called = True  # type: ignore[attr-defined]  # what a scheduler on it asks for
 
-    def _update(self) -> bool:
-        """What `optimizer.step()` does; called by the user it is `engine.step()`. Whether it was skipped."""
-        if not self._stepping:
-            return self.step().skipped
+    def update(self) -> bool:
+        """What `optimizer.step()` does where `step` calls it. Whether it was skipped."""
         session = self._session
         if session.micro == 0:  # a hook before the step has dropped them
             raise StateError(self._without_backward())
-        if self.config.updates != "in-backward":
+        if self._config.updates != "in-backward":
             session.catch_up_averages()
         with self._no_way_back():
-            if self.config.updates == "in-backward":
-                session.unmanaged.apply(self.optimizer.param_groups, session.updates.scale)
+            if self._config.updates == "in-backward":
+                session.unmanaged.apply(self._core.optimizer.param_groups, session.updates.scale)
                 session.drop_gradients()
             else:
                 session.apply(self._factor)
-                session.unmanaged.apply(self.optimizer.param_groups, self._factor)
-            if self._scaler is not None:
-                self._scaler.update(False)
-            self.steps += 1
+                session.unmanaged.apply(self._core.optimizer.param_groups, self._factor)
+            if self._core.scaler is not None:
+                self._core.scaler.update(False)
+            self._core.steps += 1
         for average in session.averages:
             average.stepped()
         if session.data.live.members:  # within resident(): what is written from here on is the user's

@@ -1,52 +1,33 @@
-"""Training: an engine takes a module over, runs its passes, and takes steps."""
+"""The engine: all that a user can do with a module that was taken over. Each part of it has a file of its own."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ebbtide.checkpoint.first_values import Start
-from ebbtide.checkpoint.module_guard import guard, hand_back, own_values, refuse_held, retire
-from ebbtide.checkpoint.saving import Saver
-from ebbtide.checkpoint.values import names
-from ebbtide.checkpoint.weight_files import WeightFiles
+from ebbtide.checkpoint.module_guard import guard, hand_back, own_values, retire
 from ebbtide.config import Config
-from ebbtide.engine.backward import Backpropagation
+from ebbtide.engine.average import Average
 from ebbtide.engine.by_name import ValuesByName
-from ebbtide.engine.face import ModuleFace
+from ebbtide.engine.core import EngineCore, alone
 from ebbtide.engine.fit import Fit, fit
-from ebbtide.engine.foreign import Schedulers, handed_over, refuse_foreign_steps
-from ebbtide.engine.held import alone
-from ebbtide.engine.optimizer import make_optimizer
-from ebbtide.engine.own_backward import OwnBackward
+from ebbtide.engine.foreign import refuse_foreign_steps
+from ebbtide.engine.opening import OptimizerCalls, open_session
+from ebbtide.engine.passes import Passes
 from ebbtide.engine.saved import Checkpointing
 from ebbtide.engine.stepping import Stepping, StepResult
 from ebbtide.engine.tracebacks import show_users_lines
-from ebbtide.errors import ConfigError, UnsupportedError
-from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
-from ebbtide.runtime.budgets import alike, refuse_nowhere, refuse_unbuilt, warn_of_slow_products
-from ebbtide.runtime.build import build
-from ebbtide.runtime.distributed.launch import join_if_launched
-from ebbtide.runtime.distributed.model_parallel import ModelParallel, find_model_parallel, others_too
-from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, open_ranks
-from ebbtide.runtime.movement.plan_cursor import IDLE
-from ebbtide.runtime.parameters.selection import Choice, choose
-from ebbtide.runtime.planning.calls import call_of
-from ebbtide.runtime.planning.earlier_passes import ways_back
-from ebbtide.runtime.process_tiers import Tiers, shared_tiers
-from ebbtide.runtime.session import Session
+from ebbtide.errors import ConfigError
+from ebbtide.runtime.process_tiers import Tiers
 from ebbtide.runtime.stats import facts
-from ebbtide.runtime.updates.loss_scale import LossScaler
 from ebbtide.tracing.hooks.root_calls import InStep, RootCalls
 
 
@@ -73,16 +54,7 @@ def initialize(
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group, stages=stages)
 
 
-def _refuse(module: nn.Module, config: Config) -> None:
-    refuse_unbuilt(config)
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
-    refuse_held(module)
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-        raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
-
-
-class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace):
+class Engine:
     def __init__(
         self,
         module: nn.Module,
@@ -94,138 +66,82 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
         stages: dist.ProcessGroup | None = None,
     ) -> None:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
-        config, groups, handed = handed_over(config, param_groups)
-        join_if_launched(config.device.kind)
-        ranks = open_ranks(group)
-        is_module = isinstance(module, nn.Module)
-        companions = find_model_parallel(module, group, stages, ranks) if is_module else None
-        with others_too(companions), all_or_none(ranks):
-            _refuse(module, config)
-            choice = choose(module, config)
-            if companions is not None and companions.split and weights is not None:
-                raise UnsupportedError(
-                    "weights: the module is split by tensor parallelism already; load them before parallelize_module()"
-                )
-            files = WeightFiles(weights, module) if weights is not None else None
-        if ranks is not None:
-            ranks.require_same(alike(config, choice))
-        if companions is not None:
-            companions.require_alike(config)
-        if config.threads != "auto":
-            torch.set_num_threads(int(config.threads))
-        self.config = config
-        self.module = module
-        self.steps = 0
-        self._tiers = tiers = tiers or shared_tiers(config, ranks, companions)
-        on_host = cpu_kernels()
-        kernels = {"host": on_host, "device": gpu_kernels() if tiers.backend.kind == "cuda" else on_host}
-        try:
-            with all_or_none(ranks):
-                refuse_nowhere(config, tiers.ledger.budgets)
-                self.optimizer = make_optimizer(
-                    module, config.optimizer, groups, self._update, self._zero_grad, self._take_moments
-                )
-                if handed is not None:
-                    self.optimizer.join(handed)
-            self._session = self._take_over(choice, kernels, files, ranks, companions)
-        except BaseException:
-            tiers.close_unused()
-            raise
-        self._session.updates.regroup(self.optimizer.param_groups)
-        self._schedulers = Schedulers(self.optimizer)
-        refuse_foreign_steps()
-        guard(self._session, self._zero_grad)
-        if ranks is None or ranks.rank == 0:
-            warn_of_slow_products(choice, tiers.backend.kind)
-        self._scaler = LossScaler() if config.precision == "fp16" else None
-        self._broken = ""
-        self._closed = self._gone = False
+        calls = OptimizerCalls(
+            update=self._update,
+            clear=lambda: self._core.zero_grad(),
+            take=lambda state_dict: self._checkpoints.take_moments(state_dict),
+        )
+        opened = open_session(module, config, param_groups, calls, tiers, weights, group, stages)
+        self.module, self.config, self.optimizer = module, opened.config, opened.optimizer
+        self._tiers, self._session = opened.tiers, opened.session
+        session = self._session
+        session.updates.regroup(self.optimizer.param_groups)
+        self._core = core = EngineCore(module, self.config, session, self.optimizer)
+        self._passes = Passes(core)
+        self._checkpoints = Checkpointing(core)
+        self._stepping = Stepping(core, self._checkpoints.saver)
+        self._values = ValuesByName(core)
+        self._closed_whole = False
         self._own: dict[str, torch.Tensor] | None = None
         """The weights that the module keeps when the engine is closed."""
-        self._process = os.getpid()
-        self._turn = threading.RLock()
-        self._losses: list[torch.Tensor] = []
-        self._stepping = False
-        self._clip_once: float | None = None
-        self.last_step: StepResult | None = None
-        self._saver = Saver(self._session)
-        self._session.data.end_pass()
-        self._own_backward = OwnBackward(self._session, self._reversing, self._accumulating)
-        self._session.interceptor.keep(RootCalls(module, self.__call__, self._under_way))
-        if self._session.sharing is not None:
-            self._session.interceptor.keep(InStep(module, self._session.places.all_reside))
-
-    def _take_over(
-        self,
-        choice: Choice,
-        kernels: Mapping[str, Kernels],
-        files: WeightFiles | None,
-        ranks: Ranks | None,
-        companions: ModelParallel | None,
-    ) -> Session:
-        tiers, start = self._tiers, Start(self.module, files)
-        parts = build(self.module, choice, self.config, tiers, kernels, ranks, companions)
-        session = Session(parts, tiers, choice, start)
-        try:
-            start.finish()
-            if files is not None:
-                files.load(session, start.given)
-        except BaseException:
-            parts.undo(start)
-            raise
-        return session
+        refuse_foreign_steps()
+        guard(session, core.zero_grad)
+        session.data.end_pass()
+        session.interceptor.keep(RootCalls(module, self.__call__, self._passes.under_way))
+        if session.sharing is not None:
+            session.interceptor.keep(InStep(module, session.places.all_reside))
 
     # -- training -------------------------------------------------------------------------------------
 
     @alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients enabled it is a training pass, traced and planned."""
-        return self._pass(self.module, args, kwargs)
+        return self._passes.run(self.module, args, kwargs)
 
     @alone
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A pass that runs `function(*args, **kwargs)` in place of the module's forward: a method of the module, or
         anything else that works with it (`engine.run(model.encode, x)`). It is traced and planned like forward."""
-        return self._pass(function, args, kwargs)
+        return self._passes.run(function, args, kwargs)
 
-    def _pass(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self._session
-        if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
-            return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
-        idle = session.idle
-        found = self._forward(function, args, kwargs)
-        if not session.planning.roomy:
-            session.outputs.add(found)
-        if not session.idle and torch.is_grad_enabled():
-            ways = ways_back(found)
-            if idle and ways == []:
-                session.abandon()  # nobody can go back from it, so it would never end
-            session.waiting.made(ways)
-            self._own_backward.watch(found)
-        return found
+    @alone
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
+        self._passes.backward(loss, retain_graph)
 
-    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "a CUDA graph is being captured: chunks move between replays, which a graph cannot follow. Run the "
-                'engine outside torch.cuda.graph(), and torch.compile without mode="reduce-overhead"'
-            )
-        session = self._session
-        session.reclaim()
-        call = call_of(self.module, function, args, kwargs)
-        if function is not self.module:
-            call = replace(call, function=partial(session.interceptor.around, function))
-        if not torch.is_grad_enabled():
-            with session.evaluating(call):
-                return call.run()
-        session.refuse_swapped()
-        if session.interceptor.changed:
-            names(session)
-            session.interceptor.changed = False
-        session.begin_training(call)
-        with session.running():
-            return call.run()
+    @alone
+    def step(self) -> StepResult:
+        """Updates the weights, on every `accumulate`-th call."""
+        return self._stepping.step()
+
+    def _update(self) -> bool:
+        """What `optimizer.step()` does: by the user's code it is called in place of `step`. Whether it was skipped."""
+        return self._stepping.update() if self._stepping.own_call else self.step().skipped
+
+    @alone
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """The global norm of the gradients that are held; `step` scales them down to `max_norm` where it is larger. In
+        place of torch.nn.utils.clip_grad_norm_, between backward and `step`."""
+        return self._stepping.clip_grad_norm_(max_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that are held."""
+        self.module.zero_grad(set_to_none)
+
+    @property
+    def steps(self) -> int:
+        """Updates of the weights so far, those before a checkpoint that was loaded among them."""
+        return self._core.steps
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last call of `step` gave, whoever called it."""
+        return self._stepping.last
+
+    @property
+    def loss_scale(self) -> float:
+        """What fp16 losses are multiplied with; 1 in other precisions."""
+        return self._stepping.loss_scale
 
     @alone
     def fit(
@@ -248,37 +164,15 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
 
     def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a micro-batch, of which several are one pass: `backpropagating` says when it ends."""
-        self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
-        try:
-            return self._forward(self.module, args, kwargs)
-        except BaseException:
-            self._clear()
-            raise
+        return self._passes.forward_of_pass(*args, **kwargs)
 
     def abandon_pass(self) -> None:
         """A pass in pieces that will not be ended: what it held goes."""
-        if self._session.course.phase != IDLE:
-            self._session.abandon()
-            self._clear()
+        self._passes.abandon_pass()
 
-    @contextmanager
-    def backpropagating(self, last: bool = True) -> Iterator[None]:
+    def backpropagating(self, last: bool = True) -> AbstractContextManager[None]:
         """Around a backward that somebody else starts, as a pipeline's schedule does; `last`: of the pass."""
-        self._check()
-        if self.config.updates == "in-backward" or self._scaler is not None:
-            raise UnsupportedError(
-                "a backward that somebody else starts brings gradients whose loss the engine does not see: expected "
-                f'updates = "exact" and no loss scaling, found updates = "{self.config.updates}" and precision = '
-                f'"{self.config.precision}"'
-            )
-        session = self._session
-        session.updates.regroup(self.optimizer.param_groups)
-        try:
-            with session.reversing(last):
-                yield
-        except BaseException:
-            self._clear()
-            raise
+        return self._passes.backpropagating(last)
 
     @property
     def pieces(self) -> int:
@@ -289,33 +183,130 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
     def pieces(self, count: int) -> None:
         self._session.pieces = count
 
-    # -- beside the passes ----------------------------------------------------------------------------
+    # -- values by name -------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
-        self._check()
-        self._session.queue.drain()
-        self._tiers.backend.synchronize()
+    def weights(self, *patterns: str, write: bool = False) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Values by name in master precision (fp32), on the host; with `write` they are stored at the end."""
+        return self._values.weights(patterns, write)
+
+    def gradients(self, *patterns: str) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Held gradients by name, between backward and step; parameters without one are left out."""
+        return self._values.gradients(patterns)
+
+    def resident(self, write: bool = False) -> AbstractContextManager[None]:
+        """All parameters stay on the device: for generate() and evaluation. With `write` they may be changed there, in
+        whatever way: merged, averaged, through `.data`. What was changed counts, bit by bit, and nothing else."""
+        return self._values.resident(write)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights (master precision) and buffers under the module's own keys, on the host."""
+        return self._values.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
+        """Takes weights and buffers by name; every key must be there and no other, unless `strict` is False. Returns
+        what was missing and what was not known, as torch's own does."""
+        return self._values.load_state_dict(state, strict)
+
+    def weights_sha256(self) -> str:
+        """Hash of the fp32 master weights in name order."""
+        return self._values.weights_sha256()
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | Path, state: Any = None, *, keep: int | None = None, background: bool = False
+    ) -> Path:
+        """Writes a checkpoint into the folder `path` of a run, and returns its own folder: all that this engine needs to
+        go on, random numbers included. `state` is whatever else the run needs (a scheduler's state_dict, the place in
+        the data): numbers, strings, tensors, lists and dicts; `load` returns it. With `keep`, only the newest so many
+        stay. In the `background` it is written while training goes on, and is there later: what the budget leaves room
+        for is copied, the rest is written first."""
+        return self._checkpoints.save(Path(path), state, keep, background)
+
+    def wait_for_save(self) -> None:
+        """Until a checkpoint that is written in the background is there; raises where it could not be written."""
+        self._checkpoints.wait_for_save()
+
+    def load(self, path: str | Path) -> Any:
+        """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
+        model and the param groups are to be the same; budgets, layout, master and device may be others."""
+        return self._checkpoints.load(path)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Takes weights in from a folder of safetensors files, as `save_pretrained` writes them, or from an engine's
+        checkpoint: weights and buffers alone, no moments, steps or random numbers. Nothing is changed until names and
+        shapes are found right."""
+        self._checkpoints.load_weights(folder)
+
+    def ema(self, decay: float) -> Average:
+        """An average of the weights from now on: at every step `decay` of what it was, and the rest of what they are. It
+        is saved with the rest, takes 4 bytes a parameter, and changes places with the weights in `swapped_in()`."""
+        return self._checkpoints.ema(decay)
+
+    def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
+        `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
+        self._checkpoints.export(Path(path), dtype)
+
+    # -- facts ----------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Where the module computes: batches belong there."""
         return self._tiers.backend.device
 
-    # -- facts ----------------------------------------------------------------------------------------
-
     def stats(self) -> dict[str, Any]:
         """Bytes moved, evictions, peaks by tier and tag, traces, the plan in force."""
         return facts(self._session, self._tiers.disk)
+
+    def synchronize(self) -> None:
+        """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""
+        self._core.check()
+        self._session.queue.drain()
+        self._tiers.backend.synchronize()
 
     def check_integrity(self) -> None:
         """Raises unless the books of every tier add up."""
         self._session.parts.check_integrity()
 
+    # -- what loops ask of a model --------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """`module.train()`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """`module.eval()`."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """`module.training`."""
+        return self.module.training
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """`module.parameters()`: for param groups and counts; values are in `weights` and `resident`."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """`module.named_parameters()`."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """`module.modules()`."""
+        return self.module.modules()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """`module.named_modules()`."""
+        return self.module.named_modules(*args, **kwargs)
+
+    # -- the end --------------------------------------------------------------------------------------
+
     def release(self) -> nn.Module:
         """Closes the engine and returns its module as an ordinary one: its weights are in RAM, in the dtypes that they
         came in, and another engine may take it. Moments, and gradients without a step, are gone. All ranks call it."""
-        session = self._open()
+        session = self._core.open()
         session.refuse_swapped()
         session.reclaim()
         self._own = own_values(session)
@@ -325,17 +316,17 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
     @property
     def closed(self) -> bool:
         """Whether `close()` or `release()` was called."""
-        return self._closed
+        return self._core.closed
 
     def close(self) -> None:
         """Gives all memory back. The module cannot be used afterwards; `release()` leaves it its weights. What was
         interrupted can be called again."""
-        if self._gone:
+        if self._closed_whole:
             return
-        self._closed = True
-        if os.getpid() != self._process:
+        self._core.closed = True
+        if os.getpid() != self._core.process:
             return  # memory and files are the parent's to give back
-        self._saver.close()
+        self._checkpoints.saver.close()
         self._session.swapped = ""
         for average in list(self._session.averages):
             average.close()
@@ -345,5 +336,13 @@ class Engine(ValuesByName, Checkpointing, Backpropagation, Stepping, ModuleFace)
         else:
             hand_back(self._session, self._own)
         self._tiers.close_unused()
-        self._gone = True
+        self._closed_whole = True
         self._own = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

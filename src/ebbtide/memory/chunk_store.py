@@ -27,9 +27,9 @@ from ebbtide.memory.chunk import GATHERED, PASSING, TORCH_DTYPES, Chunk
 from ebbtide.memory.disk.space import DiskSpace
 from ebbtide.memory.host_space import HostSpace
 from ebbtide.memory.integrity import check_books
+from ebbtide.memory.links import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Traffic
 from ebbtide.memory.ssd_space import SsdSpace
 from ebbtide.memory.state_stream import StateStream
-from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE, Traffic
 from ebbtide.planner.shape import GRAD, PARAM, TIERS, WHOLE
 from ebbtide.planner.sizes import piece_bytes
 

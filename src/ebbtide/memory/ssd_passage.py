@@ -22,7 +22,7 @@ from ebbtide.devices import Backend, Event, Stream
 from ebbtide.devices.cpu_device import OVER
 from ebbtide.devices.device import wait_for_all
 from ebbtide.memory.disk.space import DiskSpace, Extent
-from ebbtide.memory.tiers import TO_DEVICE, TO_HOST
+from ebbtide.memory.links import TO_DEVICE, TO_HOST
 from ebbtide.planner.sizes import PASSAGE, PASSING
 
 Piece = tuple[Extent, int, int]

@@ -25,8 +25,8 @@ import torch
 from ebbtide.devices.device import Event, wait_for_all
 from ebbtide.errors import IntegrityError
 from ebbtide.memory.disk.space import Extent
+from ebbtide.memory.links import SSD_READ, SSD_WRITE, Traffic
 from ebbtide.memory.ssd_space import Group, SsdSpace, offsets
-from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, Traffic
 
 Key = tuple[int, int]
 """(chunk, first element)."""

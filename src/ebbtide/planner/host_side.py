@@ -127,7 +127,7 @@ def fill_host(
 def waiting_gradients(shape: ModelShape, away: Iterable[int], settings: Settings) -> int:
     """Bytes of gradients that wait on the host: all of them for an update after backward, a few for one in backward,
     none where they lie in their parameters' space."""
-    if settings.take_over:
+    if settings.in_parameter_space:
         return 0
     if settings.in_backward:
         return 2 * largest_on_host(shape, away, shape.gradient_bytes)

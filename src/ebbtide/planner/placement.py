@@ -76,7 +76,7 @@ def hopeless(shape: ModelShape, record: Record, settings: Settings) -> bool:
 def _for_gradients(shape: ModelShape, record: Record, settings: Settings) -> Settings:
     """Those that come a second time may not have their parameters' space, for somebody has computed with these
     meanwhile; nor those whose parameters are used again after they came, when a region is computed again."""
-    if not settings.take_over:
+    if not settings.in_parameter_space:
         return settings
     came = {arrival.parameter: arrival.moment for arrival in record.arrivals}
     used_again = any(
@@ -88,7 +88,7 @@ def _for_gradients(shape: ModelShape, record: Record, settings: Settings) -> Set
     if len(came) == len(record.arrivals) and not used_again:
         return settings
     # Nor do they go straight to the host, for which the engine has not been made.
-    return replace(settings, take_over=False, one_memory=False)
+    return replace(settings, in_parameter_space=False, one_memory=False)
 
 
 def _refusal(shape: ModelShape, record: Record, settings: Settings, worst: Draft | None) -> BudgetError:

@@ -18,10 +18,10 @@ from ebbtide.planner.sizes import stored_bytes
 from ebbtide.planner.uses import (
     gradient_passes,
     gradients_waiting,
+    host_direct_bytes,
     last_arrivals,
     least_room,
     levels_of,
-    straight_bytes,
     unfinished,
     uses_of,
 )
@@ -40,7 +40,7 @@ class Plan:
     uses: tuple[Use, ...]
     residency: Residency
     host: HostSide
-    take_over: bool
+    in_parameter_space: bool
     static_bytes: int
     accumulate: int = 1
     least: int = 0
@@ -152,7 +152,7 @@ class Draft:
             self.uses,
             residency,
             self.host,
-            settings.take_over,
+            settings.in_parameter_space,
             self.static,
             settings.accumulate,
             least=least_room(levels_of(shape, self.record, settings), sizes, self.uses),
@@ -209,8 +209,8 @@ def draft(
     pieces of state on SSD that stay on the device, where that is RAM. `floor`: bytes that are left to non-model data
     at all times. `roomy`: gradients that wait for the disk in backward have their room."""
     host = fill_host(shape, device, settings, kept)
-    straight = straight_bytes(shape, record, settings, device)
-    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device, straight)
+    host_direct = host_direct_bytes(shape, record, settings, device)
+    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device, host_direct)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = fixed_bytes(shape, settings, device, host)
@@ -231,7 +231,7 @@ def draft(
     line = Timeline(rooms, shape.sizes, tuple(uses), shape.sources, staying)
     residency = replay(line, settings.eviction)
     host = _with_evicted(shape, record, settings, device, host, residency)
-    residency.to_host += sum(straight.values())
+    residency.to_host += sum(host_direct.values())
     if pinned:
         trained = [i for i, count in enumerate(shape.state_bytes) if count]
         residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
@@ -263,10 +263,10 @@ def _with_evicted(
     }
     evicted = {m.item for m in residency.moves if not m.fetch and (m.traffic or m.item in frozen)}
     waiting = 0
-    if settings.in_backward and not settings.take_over:
+    if settings.in_backward and not settings.in_parameter_space:
         # Of the two that wait for their updates, one may be among these.
-        events = _waits(shape, record, device, settings.straight)
-        events += [] if settings.straight else _returning(shape, residency)
+        events = _waits(shape, record, device, settings.host_direct)
+        events += [] if settings.host_direct else _returning(shape, residency)
         beside = largest_on_host(shape, range(shape.chunks), shape.gradient_bytes)
         waiting = max(0, _incomplete(shape, events) - beside)
     extra = _evicted_bytes(shape, evicted, device, host.keep) + waiting
@@ -325,25 +325,30 @@ def _returning(shape: ModelShape, residency: Residency) -> _Events:
     return events
 
 
-def _waits(shape: ModelShape, record: Record, device: frozenset[int], straight: bool) -> _Events:
-    """Going `straight` there, from the first on; where not all come that are expected, to the end of backward."""
+def _waits(shape: ModelShape, record: Record, device: frozenset[int], host_direct: bool) -> _Events:
+    """`host_direct`: from the first gradient on; where not all come that are expected, to the end of backward."""
     events: _Events = []
     waiting = unfinished(shape, record)
     for chunk, passes in gradient_passes(record, shape.parameter_chunk).items():
         if chunk in device or not shape.gradient_bytes[chunk]:
             continue
-        if straight or chunk in waiting:
+        if host_direct or chunk in waiting:
             last = passes[-1][-1]
-            begin, end = passes[0][0] if straight else last, len(record.moments) if chunk in waiting else last
+            begin, end = (
+                passes[0][0] if host_direct else last,
+                len(record.moments) if chunk in waiting else last,
+            )
             events += [(begin, False, chunk), (end, True, chunk)]
     return events
 
 
-def _at_least(shape: ModelShape, record: Record, device: frozenset[int], straight: Mapping[int, int]) -> int:
+def _at_least(
+    shape: ModelShape, record: Record, device: frozenset[int], host_direct: Mapping[int, int]
+) -> int:
     """Bytes that must move whatever the room: gradients down and parameters up of what the host updates, and a
-    gather of what ranks share. `straight`: bytes of gradients that go there as they arrive, by chunk."""
+    gather of what ranks share. `host_direct`: bytes of gradients that go there as they arrive, by chunk."""
     used = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
     trained = [i for i in used if shape.state_bytes[i]]
     away = [i for i in trained if i not in device]
-    crossing = sum(shape.parameter_bytes[i] + straight.get(i, shape.gradient_bytes[i]) for i in away)
+    crossing = sum(shape.parameter_bytes[i] + host_direct.get(i, shape.gradient_bytes[i]) for i in away)
     return crossing + sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)

@@ -92,7 +92,7 @@ class Settings:
     prefetch: bool = True
     accumulate: int = 1
     in_backward: bool = False
-    take_over: bool = False
+    in_parameter_space: bool = False
     """Gradients take the parameter's space (separate master) where one accumulation was seen."""
     ssd: int = 0
     waiting_width: int = 0
@@ -110,11 +110,11 @@ class Settings:
     """Device and host are both RAM, of one process that trains alone."""
 
     @property
-    def straight(self) -> bool:
+    def host_direct(self) -> bool:
         """Gradients whose update is on the host go there as they arrive: where the same threads would make both copies,
         the one into a chunk on the device is one too many. Not where the host overflows to SSD: parameters would have
         to leave it for gradients that are early."""
-        return self.one_memory and not (self.set_budget("ssd") or self.lock_free or self.take_over)
+        return self.one_memory and not (self.set_budget("ssd") or self.lock_free or self.in_parameter_space)
 
     @property
     def alone(self) -> bool:

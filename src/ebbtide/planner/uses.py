@@ -75,11 +75,13 @@ def _by_pass(backwards: list[list[int]], length: int) -> list[list[int]]:
     return list(found.values())
 
 
-def straight_bytes(shape: ModelShape, record: Record, settings: Settings, device: Set[int]) -> dict[int, int]:
+def host_direct_bytes(
+    shape: ModelShape, record: Record, settings: Settings, device: Set[int]
+) -> dict[int, int]:
     """By chunk that the host updates: bytes of gradients that go there as they arrive, in an iteration. Each backward
     adds its own to what is there."""
     found: dict[int, int] = {}
-    for arrival in record.arrivals if settings.straight else ():
+    for arrival in record.arrivals if settings.host_direct else ():
         chunk = shape.parameter_chunk[arrival.parameter]
         if chunk not in device and shape.gradient_bytes[chunk]:
             found[chunk] = found.get(chunk, 0) + settings.accumulate * shape.expected[arrival.parameter]
@@ -168,19 +170,19 @@ class _Builder:
         if chunk in self.waiting:
             passes = _by_pass(passes, self.length)
             ends = [moments[-1] // self.length * self.length + self.length - 1 for moments in passes]
-        whole = (2 if self.settings.take_over else 3) * self.shape.chunks + chunk
+        whole = (2 if self.settings.in_parameter_space else 3) * self.shape.chunks + chunk
         for moments, end in zip(passes, ends, strict=True):
             for place, j in enumerate(moments):
-                creates = not self.settings.take_over and place == 0
+                creates = not self.settings.in_parameter_space and place == 0
                 last = j == moments[-1]
-                after = FREE if not self.settings.take_over and last else KEEP
+                after = FREE if not self.settings.in_parameter_space and last else KEEP
                 self._use(Use(whole, j, end if last else j, creates=creates, writes=True, after=after))
         self._slice_uses(chunk, ends, created=True)
 
     def _slice_uses(self, chunk: int, moments: list[int], created: bool = False) -> None:
         at_home = chunk in self.updated
-        own_space = not self.settings.take_over
-        if self.settings.straight and not at_home:
+        own_space = not self.settings.in_parameter_space
+        if self.settings.host_direct and not at_home:
             return
         if self.settings.in_backward and chunk in self.device:
             for j in moments:
@@ -229,5 +231,5 @@ class _Builder:
                 continue
             j = self.total + chunk
             self.raw.append(Use(chunk, j, j, writes=True))
-            if not self.settings.take_over:
+            if not self.settings.in_parameter_space:
                 self.raw.append(Use(chunk + chunks, j, j, after=FREE))

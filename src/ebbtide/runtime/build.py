@@ -69,7 +69,7 @@ class Parts:
     data: ModelData
     queue: UpdateQueue
     room: Room
-    course: PlanCursor
+    cursor: PlanCursor
     places: FetchOnDemand
     updates: Updates
     executor: Executor
@@ -159,24 +159,24 @@ def build(
     data = ModelData(names, parameters, runs, layout, store, config.resolved_master, queue)
 
     # Movement.
-    course = PlanCursor(len(layout.chunks))
-    room = Room(data, course, queue, config.eviction, tiers.rooms)
+    cursor = PlanCursor(len(layout.chunks))
+    room = Room(data, cursor, queue, config.eviction, tiers.rooms)
     room.begin_turn()  # what others only guess that they will take keeps nothing from this one
-    places = FetchOnDemand(data, course, room)
+    places = FetchOnDemand(data, cursor, room)
 
     # Gradients and updates.
     if companions is not None:
         companions.know(names)
     rule = limited(RULES[config.optimizer.name], config.clip_value)
-    updates = Updates(rule, kernels, places, course, queue, config, companions)
+    updates = Updates(rule, kernels, places, cursor, queue, config, companions)
     data.follow_writes_by(Writes(data, kernels["host"], updates.sink.parameter_space, places))
     sharing = None
     if ranks is not None:
         sharing = ChunkSharing(data, places, ranks, kernels["device"], in_backward)
-        updates.shares = ShardedGradients(updates, places, course, sharing)
+        updates.shares = ShardedGradients(updates, places, cursor, sharing)
         sharing.reductions.reserve()
     updates.sink.keep_in_place(alone=ranks is None, in_backward=in_backward)
-    executor = Executor(places, course, queue, updates)
+    executor = Executor(places, cursor, queue, updates)
     lock_free = None
     if config.updates == "lock-free":
         lock_free = updates.lock_free = LockFree(
@@ -200,7 +200,7 @@ def build(
     settings = settings_of(config, room, sharing is not None or staged)
     traces = _plan_cache(config, settings, data, updates)
     streaming = StateStreaming(store, config.prefetch)
-    homes = StatePlacement(data, course, places, queue, streaming, settings, config.warmup_share)
+    homes = StatePlacement(data, cursor, places, queue, streaming, settings, config.warmup_share)
     activations = None
     if config.offload_activations != OFF:
         activations = room.activations = ActivationOffload(
@@ -223,7 +223,7 @@ def build(
         data=data,
         queue=queue,
         room=room,
-        course=course,
+        cursor=cursor,
         places=places,
         updates=updates,
         executor=executor,
@@ -238,7 +238,7 @@ def build(
         recording=recording,
         imagining=imagining,
         traces=traces,
-        planning=PlanChoice(config, room, course, traces, homes, streaming, imagining, sharing),
+        planning=PlanChoice(config, room, cursor, traces, homes, streaming, imagining, sharing),
         evaluations=EvaluationMemory(imagining, room, traces.shape, give_up),
         outputs=LiveOutputs(backend),
         waiting=PendingForwards(data, traces, imagining),
@@ -295,7 +295,7 @@ def _dispatch(
 def _plan_cache(config: Config, settings: Settings, data: ModelData, updates: Updates) -> PlanCache:
     shape = shape_of(data, updates)
     cost = cost_of(config, shape, settings, data, updates)
-    updates.sink.host_direct.possible = settings.straight
+    updates.sink.host_direct.possible = settings.host_direct
     return PlanCache(shape, settings, cost, config.offload_activations)
 
 

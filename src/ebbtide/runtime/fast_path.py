@@ -89,7 +89,7 @@ class FastPath:
 
     def _begin(self, known: KnownInput | None, plan: Plan | None, offset: int) -> None:
         ready = known is not None and known.followed and not known.stale
-        rests = self._possible and ready and plan is not None and not plan.take_over
+        rests = self._possible and ready and plan is not None and not plan.in_parameter_space
         # Where nothing is trained the graph leads to nothing that could be marked.
         rests = rests and any(self._updates.data.trained)
         rests = rests and not self._updates.sink.sparse and not self._interceptor.others_listen

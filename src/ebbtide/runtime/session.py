@@ -61,9 +61,9 @@ class Session:
             parts.ledger,
         )
         self.layout, self.store, self.data, self.queue = parts.layout, parts.store, parts.data, parts.queue
-        self.room, self.course, self.places, self.executor = (
+        self.room, self.cursor, self.places, self.executor = (
             parts.room,
-            parts.course,
+            parts.cursor,
             parts.places,
             parts.executor,
         )
@@ -119,7 +119,7 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether no training pass is under way."""
-        return self.course.phase == IDLE
+        return self.cursor.phase == IDLE
 
     @contextmanager
     def evaluating(self, call: Call) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Session:
 
     def _make_room(self, call: Call) -> None:
         """For an evaluation."""
-        plan = self.course.plan
+        plan = self.cursor.plan
         planned = max(plan.levels, default=0) if plan is not None else -1
         self.hold_outputs()
         # Gradients, too, may have taken room that training's activations had.
@@ -191,7 +191,7 @@ class Session:
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
-        if plan is not None and plan is not self.course.plan and not self.planning.roomy:
+        if plan is not None and plan is not self.cursor.plan and not self.planning.roomy:
             self.evaluations.trained(plan, call)
         self.outputs.begin()
         self._hold_old(plan)
@@ -207,7 +207,7 @@ class Session:
             homes, states = self.store.state_homes, self.shape.state_bytes
             self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
             self.lock_free.begin_pass()
-        self.updates.sink.take_over = plan is not None and plan.take_over
+        self.updates.sink.in_parameter_space = plan is not None and plan.in_parameter_space
         self.resting.begin(known, plan, offset)
         try:
             self.executor.begin(plan, self.recording.recorder, offset)
@@ -218,7 +218,7 @@ class Session:
     def hold_outputs(self) -> None:
         """What the loop holds between passes has its room, as far as chunks have somewhere to go."""
         if self.idle and not self.planning.roomy:
-            plan = self.course.plan
+            plan = self.cursor.plan
             known = plan.record.left if plan is not None else 0
             self.room.hold(beside(self.outputs.nbytes, known), guess=True)
 
@@ -261,14 +261,14 @@ class Session:
             self.room.raise_level(level, guess=self.room.activations is not None)
             return
         plan = self.planning.adopt(known)
-        self.updates.sink.take_over = plan.take_over
+        self.updates.sink.in_parameter_space = plan.in_parameter_space
         offset = self.micro % plan.accumulate * len(plan.record.moments)
         self.executor.begin(plan, self.recording.recorder, offset)
 
     def _foresees_another(self) -> bool:
         """Whether the plan that is followed has another forward pass now. If not, what the first has saved is known."""
-        plan, run = self.course.plan, self._moments_run
-        if plan is None or not self.course.on_track or not run:
+        plan, run = self.cursor.plan, self._moments_run
+        if plan is None or not self.cursor.on_track or not run:
             return False
         if run % len(plan.record.moments) <= plan.record.forward:
             return True
@@ -279,8 +279,8 @@ class Session:
     def _end_forward(self) -> int | None:
         """Notes what forward has left. Gives the bytes of non-model data that are there until backward, where forward
         went as planned and none waited; what the user's own operators save for `loss.backward()` is not known."""
-        plan, run, known = self.course.plan, self._moments_run, self._known
-        if known is None or plan is None or not self.course.on_track or not run:
+        plan, run, known = self.cursor.plan, self._moments_run, self._known
+        if known is None or plan is None or not self.cursor.on_track or not run:
             return None
         known.after_forward = max(known.after_forward, self.recording.alive() or 0)
         record = plan.record
@@ -291,7 +291,7 @@ class Session:
 
     @property
     def _moments_run(self) -> int:
-        return self.resting.run if self.resting.now else self.course.position + 1
+        return self.resting.run if self.resting.now else self.cursor.position + 1
 
     @on_real_memory
     def reclaim(self) -> None:
@@ -299,7 +299,7 @@ class Session:
         are not, nor is a pass that nobody can go back from any more. When outputs go, ranks do not agree about."""
         self.room.begin_turn()
         alone = self.sharing is None and not self.frozen and self.updates.sink.captured == self._captured
-        if alone and self.course.phase == RUNNING and self.waiting.gone:
+        if alone and self.cursor.phase == RUNNING and self.waiting.gone:
             self._leave()
         if self.updates.unwanted:
             self.drop_gradients()
@@ -315,7 +315,7 @@ class Session:
             with self.data.in_pass(), self.interceptor.scope(), self.recording.metered(by_node):
                 yield
             self.resting.built()
-            if self.course.phase == RUNNING:
+            if self.cursor.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
                 self.room.claims.while_waiting = self._end_forward()
         except BaseException:
@@ -338,7 +338,7 @@ class Session:
         if not last:
             self.resting.rule_out()
         with self.running(by_node):
-            if over and self.course.plan is not None:
+            if over and self.cursor.plan is not None:
                 self.executor.leave_track("a backward pass after the one that was planned")
             with self.resting.reversing():
                 yield
@@ -353,7 +353,7 @@ class Session:
 
     def _let_go_of_old(self, loss: torch.Tensor | None) -> None:
         """Backward begins: most loops hold no outputs any more but those that they go back from."""
-        old, plan = self.outputs.old, self.course.plan
+        old, plan = self.outputs.old, self.cursor.plan
         self.recording.reverse(old, partial(self.waiting.beyond, loss))
         if not self.planning.roomy:
             self.room.hold(beside(old, plan.record.aside if plan is not None else 0), guess=True)
@@ -361,14 +361,14 @@ class Session:
     def _finish_pass(self) -> None:
         if self.resting.now:
             self.resting.finish(self.waiting.count)
-        elif self._another and self.waiting.one_left and not self.course.off_track():
+        elif self._another and self.waiting.one_left and not self.cursor.off_track():
             self._stop_recording()  # nobody has gone back, or will, from what came before
         elif self.recording.finish():
             self.executor.recorder = None
-        elif self.course.plan is not None:
+        elif self.cursor.plan is not None:
             known = self._known
             if known is not None:
-                known.followed = not self._another and not self.course.off_track()
+                known.followed = not self._another and not self.cursor.off_track()
                 if not known.followed:
                     known.watch(0 if self.planning.roomy else WATCHED)
         self.executor.finish()
@@ -445,7 +445,7 @@ class Session:
     def apply(self, scale: float) -> None:
         self.planning.portion.go_on()
         self.homes.settle()
-        self.course.phase = UPDATING
+        self.cursor.phase = UPDATING
         try:
             self.updates.apply(scale, self.executor.updating)
             self.meet(DONE)  # nobody is left alone with a gather that the update began

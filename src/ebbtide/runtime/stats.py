@@ -9,8 +9,8 @@ from ebbtide.runtime.session import Session
 
 
 def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
-    ledger, traffic, course = session.ledger, session.store.traffic, session.course
-    plan = course.plan
+    ledger, traffic, cursor = session.ledger, session.store.traffic, session.cursor
+    plan = cursor.plan
     return {
         "moved_bytes": dict(traffic.moved),
         "moved_by_chunk": traffic.by_chunk(),
@@ -31,7 +31,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         "fixed_bytes": session.unmanaged.fixed_bytes(),
         "tags": {tier: dict(tags) for tier, tags in ledger.tag_peaks.items()},
         "traces": session.traces.count,
-        "diverged": course.diverged,
+        "diverged": cursor.diverged,
         "symbolic": session.imagining.note,
         "device_state_chunks": session.store.state_homes.count("device"),
         "chunks": len(session.layout.chunks),

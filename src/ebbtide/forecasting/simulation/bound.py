@@ -32,7 +32,9 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
     away = sum(shape.parameter_bytes[i] for i in trained) + _gradients(shape, record, settings, trained)
     rooms = [settings.device - moment.peak for moment in record.moments]
     crossing = _crossing(shape, record)
-    waiting = [0] * len(rooms) if settings.in_backward or settings.take_over else _waiting(shape, record)
+    waiting = (
+        [0] * len(rooms) if settings.in_backward or settings.in_parameter_space else _waiting(shape, record)
+    )
     held_in_all = max(waiting)
     moments = list(zip(rooms, crossing, waiting, strict=True))
 
@@ -54,7 +56,7 @@ def least_traffic(shape: ModelShape, record: Record, settings: Settings) -> int:
 
 def _gradients(shape: ModelShape, record: Record, settings: Settings, trained: Sequence[int]) -> int:
     """Bytes of all gradients: chunk by chunk, with their padding, or those that arrive, where they go one by one."""
-    if not settings.straight:
+    if not settings.host_direct:
         return sum(shape.gradient_bytes[i] for i in trained)
     return sum(shape.expected[parameter] for parameter in {arrival.parameter for arrival in record.arrivals})
 
@@ -148,7 +150,7 @@ class _Facts:
         again = 0.0 if settings.placement == "static" else again * settings.accumulate
         beside = settings.ssd_beside_device
         up, down = (0.0, 0.0) if beside else (away * self.params + again, away * self.grads)
-        waiting = 0 if settings.take_over or settings.in_backward else self.grads
+        waiting = 0 if settings.in_parameter_space or settings.in_backward else self.grads
         host = settings.host - away * (self.params + waiting)
         streamed = max(0.0, away * self.state - max(0.0, host)) if settings.ssd else 0.0
         if beside:

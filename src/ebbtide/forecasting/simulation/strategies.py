@@ -158,7 +158,7 @@ def ebbtide(ask: Ask) -> Setup:
     specs = ask.model.tensors
     size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))
     layout = _layout(ask.model, config.layout, size)
-    take_over = (
+    in_parameter_space = (
         ask.master == "separate"
         and config.accumulate == 1
         and config.updates == "exact"
@@ -166,7 +166,7 @@ def ebbtide(ask: Ask) -> Setup:
         and ask.ranks == 1  # gradients that ranks share are reduced to a space of their own
     )
     settings = ask.settings(
-        take_over=take_over,
+        in_parameter_space=in_parameter_space,
         waiting_width=config.waiting_width,
         max_staleness=config.max_staleness,
         one_memory=ask.machine.device.kind == "cpu" and ask.ranks == 1,
@@ -197,7 +197,7 @@ def patrickstar(ask: Ask) -> Setup:
         eviction="farthest-next-use",
         prefetch=False,
         in_backward=False,
-        take_over=ask.config.accumulate == 1 and ask.other_master == "separate",
+        in_parameter_space=ask.config.accumulate == 1 and ask.other_master == "separate",
         ssd=0,
     )
     setup = _setup(ask, layout, ask.other_master, settings, whole_slices=True)

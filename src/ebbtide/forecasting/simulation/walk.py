@@ -17,7 +17,7 @@ from ebbtide.planner.activation_trips import SSD, Trip
 from ebbtide.planner.retention import FREE, KEEP, SPILL, STALE, Use
 from ebbtide.planner.shape import PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.planner.sizes import SLOTS
-from ebbtide.planner.uses import last_arrivals, straight_bytes
+from ebbtide.planner.uses import host_direct_bytes, last_arrivals
 
 ITERATIONS = 3
 """Walked: a cold one, one that follows it, and the steady one that counts."""
@@ -100,7 +100,7 @@ class _Walk(Books):
         """By moment, the chunks whose last gradient arrives."""
         for chunk, place in self._last_arrivals().items():
             self.finishing.setdefault(place, []).append(chunk)
-        self.straight = straight_bytes(self.shape, record, job.settings, device)
+        self.host_direct = host_direct_bytes(self.shape, record, job.settings, device)
         """By chunk, bytes that are on the host when the last gradient has been taken."""
         self.updated = sorted(chunk for chunks in self.finishing.values() for chunk in chunks)
         self.barrier = -1
@@ -276,7 +276,7 @@ class _Walk(Books):
             self._complete(chunk, place)
 
     def _holds_gradient(self, kind: str, chunk: int) -> bool:
-        return kind == WHOLE_GRAD or (self.plan.take_over and self.shape.gradient_bytes[chunk] > 0)
+        return kind == WHOLE_GRAD or (self.plan.in_parameter_space and self.shape.gradient_bytes[chunk] > 0)
 
     # -- updates --------------------------------------------------------------------------------------
 
@@ -288,8 +288,8 @@ class _Walk(Books):
             seconds = self.rates.gather(count, self.rates.ranks)
             self.down[chunk] = self.task(WIRE, seconds, [self.compute], place, count)
             self.reduced.append(self.down[chunk])
-        if chunk in self.straight:
-            self.down[chunk] = self.task(TO_HOST, 0.0, [self.compute], place, self.straight[chunk])
+        if chunk in self.host_direct:
+            self.down[chunk] = self.task(TO_HOST, 0.0, [self.compute], place, self.host_direct[chunk])
         if self.job.settings.in_backward:
             self._update(chunk, place)
 

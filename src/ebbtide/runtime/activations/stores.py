@@ -17,8 +17,8 @@ from ebbtide.devices.device import Event
 from ebbtide.errors import BudgetError, IntegrityError
 from ebbtide.memory.chunk_store import ChunkStore
 from ebbtide.memory.disk.space import Extent
+from ebbtide.memory.links import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.memory.ssd_passage import Passage
-from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST
 from ebbtide.planner.activation_trips import ActivationTrips
 from ebbtide.planner.sizes import BLOCK, PASSAGE, PASSING, passage_slot
 from ebbtide.units import round_up

@@ -26,7 +26,7 @@ from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunk_access import copy_out, portions
-from ebbtide.memory.tiers import WIRE
+from ebbtide.memory.links import WIRE
 from ebbtide.planner.shape import WHOLE
 from ebbtide.runtime.distributed.agreement import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
 from ebbtide.runtime.distributed.collective_cache import CollectiveCache

@@ -34,7 +34,7 @@ from ebbtide.devices.device import wait_for_all
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import GATHERED, Chunk
 from ebbtide.memory.chunk_store import ChunkStore
-from ebbtide.memory.tiers import WIRE
+from ebbtide.memory.links import WIRE
 from ebbtide.planner.shape import GRAD, WHOLE_GRAD
 from ebbtide.runtime.distributed.rank_groups import Exchanges, RankGroup
 from ebbtide.runtime.movement.eviction import EXCHANGE

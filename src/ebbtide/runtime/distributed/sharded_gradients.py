@@ -28,10 +28,10 @@ from ebbtide.runtime.updates.updates import Updates
 
 class ShardedGradients:
     def __init__(
-        self, updates: Updates, places: FetchOnDemand, course: PlanCursor, sharing: ChunkSharing
+        self, updates: Updates, places: FetchOnDemand, cursor: PlanCursor, sharing: ChunkSharing
     ) -> None:
         self._updates, self._data, self._store = updates, updates.data, updates.store
-        self._room, self._course, self._sharing = places.room, course, sharing
+        self._room, self._cursor, self._sharing = places.room, cursor, sharing
         self._kernels = updates.kernels["device"]
         self._passed: dict[int, int] = {}
         """By parameter: gradients that came in this pass and were not reduced yet."""
@@ -93,9 +93,9 @@ class ShardedGradients:
         """How often a gradient comes in a backward. Where nobody knows, a weight that forward used again may have one
         for each use (checkpointed regions): they are added up here first, wherever chunks are, so that the mean of
         their sum is what the ranks get, and not the sum of their means."""
-        course = self._course
-        plan = course.plan
-        if plan is None and not self._updates.in_backward and course.uses[self._data.run_of[member]] > 1:
+        cursor = self._cursor
+        plan = cursor.plan
+        if plan is None and not self._updates.in_backward and cursor.uses[self._data.run_of[member]] > 1:
             return NEVER
         if plan is not self._plan:
             self._plan, self._wanted = plan, {}

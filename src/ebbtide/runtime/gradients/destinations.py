@@ -25,7 +25,7 @@ from ebbtide.kernels import Kernels
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk, Slices, aligned, cut
 from ebbtide.memory.chunk_access import peek, portions
-from ebbtide.memory.tiers import TO_HOST
+from ebbtide.memory.links import TO_HOST
 from ebbtide.planner.shape import GRAD
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand

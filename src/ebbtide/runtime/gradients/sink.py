@@ -29,14 +29,14 @@ class GradientSink:
         self,
         kernels: Mapping[str, Kernels],
         places: FetchOnDemand,
-        course: PlanCursor,
+        cursor: PlanCursor,
         updates: PendingUpdates,
         groups: ParamGroups,
     ) -> None:
         """`kernels` by tier."""
         data = self.data = places.data
         self.store, self.kernels = data.store, kernels
-        self._places, self._room, self._course, self._groups = places, places.room, course, groups
+        self._places, self._room, self._cursor, self._groups = places, places.room, cursor, groups
         self.arrived = [0] * len(data.parameters)
         """By parameter: gradients that are in the sum."""
         self.squares: list[Any] = [0.0] * len(data.parameters)
@@ -46,7 +46,7 @@ class GradientSink:
         self.sparse = False
         """Whether one of them was."""
         self.norm_wanted = True
-        self.take_over = False
+        self.in_parameter_space = False
         """Whether the plan has gradients lie in their parameters' space."""
         self.in_place = InPlaceGradients(data.store.ledger)
         self.host_direct = HostDirect(places.room, updates, kernels)
@@ -93,9 +93,9 @@ class GradientSink:
 
     def _stays(self, index: int) -> bool:
         """Whether a gradient of the chunk is on the device until its update."""
-        if self.take_over:
+        if self.in_parameter_space:
             return False
-        planned = self.in_place.where_planned and self._course.stays("grad", index)
+        planned = self.in_place.where_planned and self._cursor.stays("grad", index)
         return self.in_place.always or planned
 
     def _keep(self, member: int, gradient: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class GradientSink:
     def _chunk(self, member: int) -> Chunk:
         """The one that a gradient goes to."""
         index, taken = self.data.places[member].chunk, self.parameter_space.members
-        if self.take_over and (member in taken or not self.arrived[member]):
+        if self.in_parameter_space and (member in taken or not self.arrived[member]):
             if taken.isdisjoint(self.data.members[index]):
                 self.data.notice_writes(index)  # what a user wrote goes to the master, while it is there
             self.parameter_space.take(member)

@@ -21,8 +21,8 @@ class Claim:
 
 
 class Claims:
-    def __init__(self, ledger: Ledger, course: PlanCursor) -> None:
-        self._ledger, self._course = ledger, course
+    def __init__(self, ledger: Ledger, cursor: PlanCursor) -> None:
+        self._ledger, self._cursor = ledger, cursor
         self.passes = Claim()
         """Non-model data of the pass that runs, or that is expected to."""
         self.lasting = 0
@@ -50,7 +50,7 @@ class Claims:
         if len(everyone) == 1 and not self._others:
             return False
         for one in everyone:
-            if one is not self and one._course.phase == IDLE:
+            if one is not self and one._cursor.phase == IDLE:
                 one.passes, one.outputs = Claim(one.lasting), 0
             one._others = tuple(weakref.ref(other) for other in everyone if other is not one)
         return True
@@ -61,7 +61,7 @@ class Claims:
     @property
     def waits(self) -> bool:
         """Whether a forward pass has run whose backward is still to come."""
-        return self.while_waiting is not None and self._course.phase == RUNNING
+        return self.while_waiting is not None and self._cursor.phase == RUNNING
 
     def elsewhere(self) -> int:
         """Bytes of other engines' claims that are no guess."""

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from ebbtide.errors import BudgetError
 from ebbtide.memory.budget import AVERAGE, SNAPSHOT
 from ebbtide.memory.chunk import PASSING, Chunk
-from ebbtide.memory.tiers import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE
+from ebbtide.memory.links import SSD_READ, SSD_WRITE, TO_DEVICE, TO_HOST, WIRE
 from ebbtide.planner.eviction_choice import Candidate, choose
 from ebbtide.planner.shape import GRAD, PARAM, WHOLE, may_leave
 from ebbtide.runtime.movement.claims import Claims
@@ -28,7 +28,7 @@ class Room:
     def __init__(
         self,
         data: ModelData,
-        course: PlanCursor,
+        cursor: PlanCursor,
         updates: PendingUpdates,
         eviction: str,
         peers: WeakSet[Room],
@@ -39,8 +39,8 @@ class Room:
         self.activations: LeavingActivations | None = None
         """Those that leave the device between forward and backward, where that is asked for."""
         self._givers: dict[str, weakref.ref[GivesRoom]] = {}
-        self.claims = Claims(self.ledger, course)
-        self.course, self._updates, self._eviction = course, updates, eviction
+        self.claims = Claims(self.ledger, cursor)
+        self.cursor, self._updates, self._eviction = cursor, updates, eviction
         self._leaving = may_leave(self.ledger.device_alone)
         self._guarded: set[Chunk] = set()
         """Chunks that somebody is about to use: they do not leave for another's sake."""
@@ -77,7 +77,7 @@ class Room:
         )
 
     def _expects(self, chunk: Chunk, tier: str) -> bool:
-        return chunk.free and self.course.plan is not None and self.store.state_homes[chunk.index] == tier
+        return chunk.free and self.cursor.plan is not None and self.store.state_homes[chunk.index] == tier
 
     @contextmanager
     def together(self, chunks: Sequence[Chunk]) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Room:
 
     def end_pass(self) -> None:
         """One is over. Where it was no planned one, the highest tide it may have had is no longer there."""
-        if self.course.plan is not None and not self.course.on_track:
+        if self.cursor.plan is not None and not self.cursor.on_track:
             self.claims.set_level(self.claims.level, guess=True)
 
     def go_back(self, level: int, guess: bool) -> None:
@@ -163,25 +163,25 @@ class Room:
     def spare(self) -> int:
         """Bytes next to SSD that nothing needs for the rest of the iteration: neither what is computed then, nor chunks
         that come back for it."""
-        plan = self.course.plan
-        if plan is None or not self.course.on_track:
+        plan = self.cursor.plan
+        if plan is None or not self.cursor.on_track:
             return 0
         if self.store.near == "host":
             return self.ledger.room("host")
-        place = max(self.course.position, 0)
+        place = max(self.cursor.position, 0)
         return self.claims.most() - (plan.growth[place] if place < len(plan.growth) else 0)
 
     def always(self, needed: int) -> bool:
         """Whether the device has so much beside what any moment of the plan uses, once everything else has left."""
-        plan = self.course.plan
-        if plan is None or not self.course.on_track:
+        plan = self.cursor.plan
+        if plan is None or not self.cursor.on_track:
             return False
         return needed <= self.budget("device") - self.claims.outputs - plan.static_bytes - plan.in_use
 
     def late(self, place: int, wait: bool = False) -> int:
         """Bytes of activations that the plan has away at a moment and that are still here: their copies are waited for
         only where there is no room for that, or with `wait`."""
-        plan = self.course.plan
+        plan = self.cursor.plan
         length = len(plan.record.moments) if plan is not None else 0
         if plan is None or self.activations is None or place >= length * plan.accumulate:
             return 0
@@ -198,7 +198,7 @@ class Room:
         before = self.activations.late if self.activations is not None else 0
         if not before:
             return False
-        self.claims.set_level(self.claims.level - before + self.late(self.course.position, wait=True))
+        self.claims.set_level(self.claims.level - before + self.late(self.cursor.position, wait=True))
         return needed <= self.ledger.room("device")
 
     # -- the device -----------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Room:
             return
         others = [peer for peer in self.peers if peer is not self]
         # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
-        late = self.course.on_track and self.store.near == "device"
+        late = self.cursor.on_track and self.store.near == "device"
         first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
         try:
             for attempt in (*first, "evict", "updates", "arriving", "evict", "evict all", "saving"):
@@ -257,7 +257,7 @@ class Room:
     def _lower(self, needed: int) -> bool:
         """Whether the level makes room: as long as it is a share, or what training takes, and no prediction, what is in
         use goes before it."""
-        unforeseen = (self.course.plan is None and not self.claims.imagined) or self.ledger.is_guess("device")
+        unforeseen = (self.cursor.plan is None and not self.claims.imagined) or self.ledger.is_guess("device")
         if not unforeseen or self.claims.most() < needed + self.claims.lasting:
             return False
         self.claims.set_level(min(self.claims.level, self.claims.most() - needed), guess=True)
@@ -268,7 +268,7 @@ class Room:
         held = sum(c.nbytes for p in self.peers for c in p.store.chunks.values() if c.device is not None)
         outputs = self.claims.outputs
         return BudgetError(
-            f"device: {format_size(needed)} are needed{self.course}, with {format_size(held)} of chunks in "
+            f"device: {format_size(needed)} are needed{self.cursor}, with {format_size(held)} of chunks in "
             f"use and {format_size(self.ledger.level['device'])} of non-model data in a budget of "
             f"{format_size(self.ledger.budgets['device'])}: short by {format_size(short)}",
             tier="device",
@@ -315,17 +315,17 @@ class Room:
     def _victims(self, short: int, sparing: bool) -> list[Chunk]:
         """The chunks that should leave so that `short` bytes become free. `sparing`: not those of this moment."""
         chunks = [c for c in self._unused() if c.move is None and c not in self._guarded]
-        course = self.course
+        cursor = self.cursor
         candidates = (
             Candidate(
                 key,
                 c.nbytes,
-                course.distance(c),
-                course.last(c),
+                cursor.distance(c),
+                cursor.last(c),
                 self.store.only_here(c),
             )
             for key, c in enumerate(chunks)
-            if not (sparing and course.used_now(c))
+            if not (sparing and cursor.used_now(c))
         )
         return [chunks[c.key] for c in choose(self._eviction, candidates, short)]
 
@@ -363,7 +363,7 @@ class Room:
             return
         self._updates.collect()
         for attempt in ("spare", "updates", "spill"):
-            for chunk in sorted(self._host_copies(), key=self.course.distance, reverse=True):
+            for chunk in sorted(self._host_copies(), key=self.cursor.distance, reverse=True):
                 if needed <= self.ledger.room("host"):
                     return
                 self._off_the_host(chunk, attempt == "spill")
@@ -387,7 +387,7 @@ class Room:
             if needed <= self.ledger.room("host"):
                 return
             count = self.store.room_needed(chunk, "device")
-            stays = self.course.stays(PARAM, chunk.index) and count <= self.ledger.room("device")
+            stays = self.cursor.stays(PARAM, chunk.index) and count <= self.ledger.room("device")
             if chunk.host_valid and (stays or self._lower(count)):
                 self.store.fetch(chunk)
                 self.store.settle(chunk)
@@ -396,7 +396,7 @@ class Room:
     def drop_unplanned_copies(self) -> None:
         """Of parameters that this plan never has leave the device; another one did."""
         for chunk in self._host_copies():
-            if chunk.device_valid and self.course.stays(PARAM, chunk.index):
+            if chunk.device_valid and self.cursor.stays(PARAM, chunk.index):
                 self.store.drop(chunk, "host")
 
     def _off_the_host(self, chunk: Chunk, spill: bool) -> None:

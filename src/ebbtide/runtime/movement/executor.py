@@ -15,7 +15,7 @@ import torch
 
 from ebbtide.devices.real_memory import on_real_memory
 from ebbtide.memory.chunk import Chunk, Lease
-from ebbtide.memory.tiers import SSD_READ
+from ebbtide.memory.links import SSD_READ
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
 from ebbtide.planner.shape import WHOLE
@@ -33,10 +33,10 @@ class Executor:
     """The interceptor's observer."""
 
     def __init__(
-        self, places: FetchOnDemand, course: PlanCursor, updates: PendingUpdates, gradients: TakesGradients
+        self, places: FetchOnDemand, cursor: PlanCursor, updates: PendingUpdates, gradients: TakesGradients
     ) -> None:
         self.data, self.store, self.ledger = places.data, places.store, places.store.ledger
-        self.places, self.room, self.course = places, places.room, course
+        self.places, self.room, self.cursor = places, places.room, cursor
         self._updates, self._gradients = updates, gradients
         self.states = RunStates(self.data.run_names)
         self.lock = threading.RLock()
@@ -89,11 +89,11 @@ class Executor:
         return self.data.locate(tensor)
 
     def keep(self, tensor: torch.Tensor) -> SavedTensor | None:
-        if self.room.activations is None or self.course.phase != RUNNING:
+        if self.room.activations is None or self.cursor.phase != RUNNING:
             return None
         with self.lock:
             kept = self.room.activations.keep(tensor)
-            if self.room.activations.surprise and self.course.on_track:
+            if self.room.activations.surprise and self.cursor.on_track:
                 self.leave_track(self.room.activations.surprise)
             return kept
 
@@ -130,9 +130,9 @@ class Executor:
         if self.room.activations is not None:
             self.room.activations.begin(None if plan is None else plan.away, recorder)
         self.recorder = recorder
-        if plan is not self.course.plan:
+        if plan is not self.cursor.plan:
             self._updates.bring_all()  # that there is room for them later was the other plan's word
-        self.course.begin(plan, offset)
+        self.cursor.begin(plan, offset)
         if plan is not None and plan.levels[offset] > self.room.claims.level:
             self.room.raise_level(plan.levels[offset])  # something may be computed before the first moment
 
@@ -140,7 +140,7 @@ class Executor:
         """Backward starts."""
         with self.lock:
             self.states.settle()
-            self.course.phase = REVERSING
+            self.cursor.phase = REVERSING
             if self.recorder is not None:
                 self.recorder.reverse()
 
@@ -149,7 +149,7 @@ class Executor:
         with self.lock:
             self._sweep(everything=True)
             self.states.settle()
-            self.course.phase = RUNNING
+            self.cursor.phase = RUNNING
             if self.recorder is not None:
                 self.recorder.turn()
 
@@ -158,7 +158,7 @@ class Executor:
         with self.lock:
             self._sweep(everything=True)
             self.states.settle()
-            self.course.phase = IDLE
+            self.cursor.phase = IDLE
             if self.room.activations is not None:
                 self.room.activations.finish()
 
@@ -171,7 +171,7 @@ class Executor:
                 self._end_leases(run)
 
     def _after_forward(self) -> State:
-        return State.HOLD_AFTER_FWD if self.course.phase != IDLE else State.HOLD
+        return State.HOLD_AFTER_FWD if self.cursor.phase != IDLE else State.HOLD
 
     def _tick(self, what: int) -> None:
         """The next moment: release what backward has done with, then do what the plan has for it."""
@@ -183,16 +183,16 @@ class Executor:
         if self._reversing:
             self._sweep()
         self._catch_up()
-        self.course.advance()
-        if self.course.phase == IDLE and what % 4 != UPDATE:
+        self.cursor.advance()
+        if self.cursor.phase == IDLE and what % 4 != UPDATE:
             return
-        self.course.position += 1
-        self.states.moment = self.course.position
+        self.cursor.position += 1
+        self.states.moment = self.cursor.position
         if self.recorder is not None and what % 4 != UPDATE:
             self.recorder.moment(what)
         if self.room.activations is not None:
             self.room.activations.moment()
-        if self.course.on_track:
+        if self.cursor.on_track:
             self._follow(what)
 
     def _catch_up(self) -> None:
@@ -204,15 +204,15 @@ class Executor:
                 self._start(chunk, fetch, 0)
 
     def _follow(self, what: int) -> None:
-        plan = self.course.plan
+        plan = self.cursor.plan
         assert plan is not None
-        place = self.course.position
+        place = self.cursor.position
         moments = plan.record.moments
         length = len(moments)
         if what % 4 == UPDATE:
             place = length * plan.accumulate + what // 4
             expected = place < len(plan.levels)
-            self.course.position = place
+            self.cursor.position = place
         else:
             expected = place < length * plan.accumulate and moments[place % length].event == what
         if not expected:
@@ -272,12 +272,12 @@ class Executor:
     def leave_track(self, why: str) -> None:
         """Execution is not what was traced: go on by demand, with room for the highest tide."""
         self._updates.bring_all()
-        self.course.on_track = False
-        self.course.diverged = why
+        self.cursor.on_track = False
+        self.cursor.diverged = why
         if self.room.activations is not None:
             self.room.activations.leave_plan()
-        if self.course.plan is not None:
-            self.room.raise_level(max(self.course.plan.levels, default=0))
+        if self.cursor.plan is not None:
+            self.room.raise_level(max(self.cursor.plan.levels, default=0))
 
     def _name(self, what: int) -> str:
         subject = what // 4
@@ -292,8 +292,8 @@ class Executor:
     def _acquire(self, run: int, phase: int) -> None:
         if phase == FORWARD:
             self._gradients.reclaim(self.data.runs[run].parameters)
-            if self.course.phase == RUNNING:
-                self.course.uses[run] += 1
+            if self.cursor.phase == RUNNING:
+                self.cursor.uses[run] += 1
         if self.states.access(run):
             if self.recorder is not None:
                 self.recorder.begin(run, phase)

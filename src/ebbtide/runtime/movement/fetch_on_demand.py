@@ -10,7 +10,7 @@ import torch
 from ebbtide.devices import Event
 from ebbtide.errors import BudgetError
 from ebbtide.memory.chunk import Chunk, Lease
-from ebbtide.memory.tiers import SSD_WRITE, TO_DEVICE
+from ebbtide.memory.links import SSD_WRITE, TO_DEVICE
 from ebbtide.planner.shape import PARAM, TIERS, WHOLE
 from ebbtide.runtime.movement.eviction import Room
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
@@ -20,9 +20,9 @@ from ebbtide.units import format_size
 
 
 class FetchOnDemand:
-    def __init__(self, data: ModelData, course: PlanCursor, room: Room) -> None:
+    def __init__(self, data: ModelData, cursor: PlanCursor, room: Room) -> None:
         self.data, self.store, self.room = data, data.store, room
-        self._course = course
+        self._cursor = cursor
         self._gathers: Gathers | None = None
         self.residing = [0] * len(data.members)
         """How often each chunk is pinned by `resident`."""
@@ -63,7 +63,7 @@ class FetchOnDemand:
                     self.store.fetch(chunk)
             self.store.settle(chunk)
         if chunk.kind in (PARAM, WHOLE):
-            self._course.touch(chunk)
+            self._cursor.touch(chunk)
             if chunk is self.data.computed(chunk.index) and not self.data.bound[chunk.index]:
                 self.data.bind(chunk.index)
 
@@ -144,7 +144,7 @@ class FetchOnDemand:
             self.room.make_for(chunk, "device")
             self.store.fetch(chunk)
         if chunk.kind == PARAM:
-            self._course.touch(chunk)
+            self._cursor.touch(chunk)
         return chunk.move[1] if chunk.move is not None else []
 
     def toward_host(self, chunk: Chunk) -> list[Event]:

@@ -131,7 +131,7 @@ class StatePlacement:
     def __init__(
         self,
         data: ModelData,
-        course: PlanCursor,
+        cursor: PlanCursor,
         places: FetchOnDemand,
         updates: PendingUpdates,
         streaming: StateStreaming,
@@ -139,7 +139,7 @@ class StatePlacement:
         warmup_share: float,
     ) -> None:
         self._data, self._store, self._ledger = data, data.store, data.store.ledger
-        self._course, self._room, self._places = course, places.room, places
+        self._cursor, self._room, self._places = cursor, places.room, places
         self._updates, self._streaming = updates, streaming
         self._settings, self._warmup_share = settings, warmup_share
         self._settled = True
@@ -242,7 +242,7 @@ class StatePlacement:
         if to or restaged:
             self._updates.halt()
         self._updates.flush()
-        self._course.plan = None
+        self._cursor.plan = None
         if room.activations is not None:
             room.activations.foresee(plan.away)
         self._settled = False  # until all of it is done: whatever ends this early
@@ -291,7 +291,7 @@ class StatePlacement:
         parameters and gradients: how many did."""
         if needed <= 0 or not self._ledger.budgets["host"] or not self.at("device"):
             return 0
-        if self._updates.ahead_of_passes and self._course.phase != IDLE:
+        if self._updates.ahead_of_passes and self._cursor.phase != IDLE:
             return 0  # between a chunk's forward and its backward nothing changes
         self._updates.halt()
         before = self._on_device()

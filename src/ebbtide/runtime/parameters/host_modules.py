@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ebbtide.errors import ConfigError, nearest
-from ebbtide.memory.tiers import Traffic
+from ebbtide.memory.links import Traffic
 
 
 def find_hosted(module: nn.Module, patterns: Collection[str]) -> dict[str, nn.Module]:

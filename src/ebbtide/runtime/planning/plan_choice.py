@@ -101,7 +101,7 @@ class BudgetShare:
         """A backward pass or an update begins. Of what others have in passes that began meanwhile the plan knows
         nothing: where its moments cannot have the room that they need at least, this pass goes on with less state."""
         self._room.begin_turn()
-        plan = self._room.course.plan
+        plan = self._room.cursor.plan
         if self._room.claims.elsewhere() and plan is not None and not self._fixed:
             left = self._room.budget("device") - self._room.claims.elsewhere()
             self._homes.give_up(plan.static_bytes + plan.in_use - left)
@@ -117,14 +117,14 @@ class PlanChoice:
         self,
         config: Config,
         room: Room,
-        course: PlanCursor,
+        cursor: PlanCursor,
         traces: PlanCache,
         homes: StatePlacement,
         streaming: StateStreaming,
         imagining: SymbolicPasses,
         sharing: ChunkSharing | None,
     ) -> None:
-        self._room, self._course = room, course
+        self._room, self._cursor = room, cursor
         self._traces, self._homes, self._streaming = traces, homes, streaming
         self._imagining, self._sharing = imagining, sharing
         self.portion = BudgetShare(self._room, homes, traces, fixed=sharing is not None)
@@ -223,7 +223,7 @@ class PlanChoice:
         """Brings optimizer state to the plan's homes. An imagined plan that does not fit is no refusal yet
         where the device could still hold it by demand: then the error says so at once."""
         plan = self.plan(known)
-        if plan is not self._course.plan or not self._homes.as_in(plan):
+        if plan is not self._cursor.plan or not self._homes.as_in(plan):
             self._homes.follow(plan)
         self._homes.tidy(plan)
         chunks = self._traces.shape.parameter_chunk

@@ -63,7 +63,7 @@ class Updates:
         rule: Rule,
         kernels: Mapping[str, Kernels],
         places: FetchOnDemand,
-        course: PlanCursor,
+        cursor: PlanCursor,
         queue: UpdateQueue,
         config: Config,
         companions: OtherParts | None,
@@ -71,9 +71,9 @@ class Updates:
         """`kernels` by tier. `companions`: those that have other parts of the model, or other stages."""
         data = self.data = places.data
         self.store, self.rule, self.kernels, self.queue = data.store, rule, kernels, queue
-        self._places, self._room, self._course, self._companions = places, places.room, course, companions
+        self._places, self._room, self._cursor, self._companions = places, places.room, cursor, companions
         self.param_groups = ParamGroups(data, rule)
-        self.sink = GradientSink(kernels, places, course, queue, self.param_groups)
+        self.sink = GradientSink(kernels, places, cursor, queue, self.param_groups)
         self.chunks = ChunkUpdates(rule, kernels, places, queue, self.sink.in_place, self.param_groups)
         self.in_backward = config.updates == "in-backward"
         self.sink.norm_wanted = not self.in_backward
@@ -130,7 +130,7 @@ class Updates:
         if gradient is None or self.param_groups.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
-        if self._course.phase != REVERSING:
+        if self._cursor.phase != REVERSING:
             self._refuse_stray(member)
         gradient = part_like(gradient, parameter).resolve_neg()
         self.sink.captured += 1

@@ -142,7 +142,7 @@ class LockFree:
 
     def begin_evaluation(self) -> None:
         """It sees the newest values that are ready; on many ranks those of the last pass."""
-        if self.executor.course.phase == IDLE:
+        if self.executor.cursor.phase == IDLE:
             self.tick()
             if not self._shared:
                 self._take_over_between([i for i in self._finished() if not self._overwritten(i)])
@@ -187,13 +187,13 @@ class LockFree:
     def _unnoticed(self, index: int) -> bool:
         """Whether nobody can tell, now in the middle of a pass, that the chunk's values change."""
         executor, chunk = self.executor, self.data.parameter_chunk(index)
-        if not self._quiet(index) or executor.course.phase == IDLE:
+        if not self._quiet(index) or executor.cursor.phase == IDLE:
             return False
-        if executor.course.phase == RUNNING:
+        if executor.cursor.phase == RUNNING:
             # On a device with memory of its own a copy that is there already would have to come again.
             unused = all(executor.states.state(run) is State.HOLD for run in self._runs[index])
             return unused and (self.near == "device" or chunk.device is None)
-        return executor.course.phase != REVERSING or executor.course.done_with(chunk)
+        return executor.cursor.phase != REVERSING or executor.cursor.done_with(chunk)
 
     # -- one update -----------------------------------------------------------------------------------
 

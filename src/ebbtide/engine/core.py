@@ -1,25 +1,31 @@
-"""What all that an engine can do is done with: the session, and whether it may be used."""
+"""What an engine's parts share: the session, whether it may be used, and the step under way."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from ebbtide.config import Config
+from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
-from ebbtide.runtime.distributed.model_parallel import ModelParallel
 from ebbtide.runtime.session import Session
+from ebbtide.runtime.updates.loss_scale import LossScaler
 from ebbtide.tracing.hooks.compiled import has_compiler
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class _Part(Protocol):
+    _core: EngineCore
 
 
 def alone(method: Method) -> Method:
@@ -27,11 +33,11 @@ def alone(method: Method) -> Method:
     left_alone: list[Any] = []
 
     @wraps(method)
-    def called(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+    def called(self: _Part, *args: Any, **kwargs: Any) -> Any:
         if not left_alone and has_compiler():
             left_alone.append(torch.compiler.disable(method))
         try:
-            with self._alone():
+            with self._core.alone():
                 return (left_alone[0] if left_alone else method)(self, *args, **kwargs)
         except EbbtideError as error:
             raise trim(error)  # noqa: B904  (the same error)
@@ -40,37 +46,39 @@ def alone(method: Method) -> Method:
 
 
 class EngineCore:
-    config: Config
-    module: nn.Module
-    steps: int
-    _session: Session
-    _closed: bool
-    _process: int
-    """The one that has the engine's threads; a forked child of it does not."""
-    _turn: Any
-    """A lock of the thread that is inside."""
-    _broken: str
-    """Why some parameters are updated and others are not, until all of them are written."""
-    _losses: list[torch.Tensor]
-    """Of this step, so far."""
-    _own_backward: OwnBackward
-    _clip_once: float | None
+    def __init__(
+        self, module: nn.Module, config: Config, session: Session, optimizer: EngineOptimizer
+    ) -> None:
+        self.module, self.config, self.session, self.optimizer = module, config, session, optimizer
+        self.scaler = LossScaler() if config.precision == "fp16" else None
+        self.own_backward = OwnBackward(session)
+        self.steps = 0
+        self.closed = False
+        self.broken = ""
+        """Why some parameters are updated and others are not, until all of them are written."""
+        self.losses: list[torch.Tensor] = []
+        """Of this step, so far."""
+        self.clip_once: float | None = None
+        """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
+        self.process = os.getpid()
+        """The one that has the engine's threads; a forked child of it does not."""
+        self._turn = threading.RLock()
 
-    def _open(self) -> Session:
+    def open(self) -> Session:
         """The session, for reading and writing values."""
-        if self._closed:
+        if self.closed:
             raise StateError("the engine is closed; initialize() another one")
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise StateError(
-                f"the engine was made by process {self._process} and is used by {os.getpid()}, a forked child, which "
+                f"the engine was made by process {self.process} and is used by {os.getpid()}, a forked child, which "
                 "has none of its threads; give the child the values that it needs, or a module and an engine of its own"
             )
-        with self._alone():
-            self._own_backward.give_up()
-            return self._session
+        with self.alone():
+            self.own_backward.give_up()
+            return self.session
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         if not self._turn.acquire(blocking=False):
             raise StateError(
                 "another thread is in a forward pass, a backward pass or a step of this engine, and passes of two would "
@@ -81,47 +89,46 @@ class EngineCore:
         finally:
             self._turn.release()
 
-    @property
-    def _companions(self) -> ModelParallel | None:
-        """Those that have the rest of the model."""
-        return self._session.companions
-
-    def _check(self) -> None:
-        broken = self._broken or self._open().queue.failed
+    def check(self) -> None:
+        broken = self.broken or self.open().queue.failed
         if broken:
             raise StateError(
                 f"the engine is partially stepped: {broken}. Load a checkpoint, or weights with load_state_dict()"
             )
 
-    def _clear(self) -> None:
+    def start_step(self) -> None:
+        """Nothing is counted for the next step yet."""
+        self.losses, self.clip_once = [], None
+
+    def clear(self) -> None:
         """Drops gradients that were held, and what was counted for this step."""
-        self._session.drop_gradients()
-        self._session.unmanaged.discard()
-        self._losses, self._clip_once = [], None
+        self.session.drop_gradients()
+        self.session.unmanaged.discard()
+        self.start_step()
 
-    def _notice_dropped(self) -> None:
+    def notice_dropped(self) -> None:
         """Gradients that the user's code has set to None are dropped."""
-        if self._session.notice_dropped():
-            self._losses, self._clip_once = [], None
+        if self.session.notice_dropped():
+            self.start_step()
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
         """What the user's zero_grad does."""
-        self._own_backward.give_up()
-        if self.config.updates == "in-backward" and self._session.micro:
+        self.own_backward.give_up()
+        if self.config.updates == "in-backward" and self.session.micro:
             raise StateError(
                 'zero_grad: updates = "in-backward" has applied the gradients of this backward already; call '
                 'engine.step(), or use updates = "exact" to drop what a batch brought'
             )
-        self._clear()
+        self.clear()
 
-    def _end_pending(self) -> None:
+    def end_pending(self) -> None:
         """Before all weights are written. What an engine that is broken has pending may never be done: it goes."""
-        self._session.queue.drop()
-        if self._broken and self._session.lock_free is not None:
-            self._session.lock_free.give_up()
+        self.session.queue.drop()
+        if self.broken and self.session.lock_free is not None:
+            self.session.lock_free.give_up()
 
-    def _mend(self) -> None:
+    def mend(self) -> None:
         """All weights were written: what was half-done is gone."""
-        self._broken = ""
-        self._session.queue.mend()
-        self._session.data.changed(range(len(self._session.data.names)))
+        self.broken = ""
+        self.session.queue.mend()
+        self.session.data.changed(range(len(self.session.data.names)))

@@ -1,42 +1,81 @@
-"""Backward passes: what is looked at before one, and what becomes of a step whose backward raises."""
+"""Forward and backward passes: what is looked at before one, and what becomes of a step whose backward raises."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ebbtide.engine.held import EngineCore, alone
-from ebbtide.engine.optimizer import EngineOptimizer
-from ebbtide.engine.own_backward import OwnBackward
+from ebbtide.checkpoint.values import names
+from ebbtide.engine.core import EngineCore
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.runtime.distributed.agreement import LOSS
 from ebbtide.runtime.gradients.stand_ins import leading
-from ebbtide.runtime.updates.loss_scale import LossScaler
+from ebbtide.runtime.movement.plan_cursor import IDLE
+from ebbtide.runtime.planning.calls import call_of
+from ebbtide.runtime.planning.earlier_passes import ways_back
 
 
-class Backpropagation(EngineCore):
-    optimizer: EngineOptimizer
-    _scaler: LossScaler | None
-    _own_backward: OwnBackward
+class Passes:
+    def __init__(self, core: EngineCore) -> None:
+        self._core, self._session, self._config = core, core.session, core.config
 
-    @alone
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Backpropagates; gradients are held until `step` (or consumed at once: `updates = "in-backward"`)."""
-        self._check()
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
+            return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
+        idle = session.idle
+        found = self._forward(function, args, kwargs)
+        if not session.planning.roomy:
+            session.outputs.add(found)
+        if not session.idle and torch.is_grad_enabled():
+            ways = ways_back(found)
+            if idle and ways == []:
+                session.abandon()  # nobody can go back from it, so it would never end
+            session.waiting.made(ways)
+            self._core.own_backward.watch(found, self)
+        return found
+
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._core.check()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a CUDA graph is being captured: chunks move between replays, which a graph cannot follow. Run the "
+                'engine outside torch.cuda.graph(), and torch.compile without mode="reduce-overhead"'
+            )
+        session = self._session
+        session.reclaim()
+        call = call_of(self._core.module, function, args, kwargs)
+        if function is not self._core.module:
+            call = replace(call, function=partial(session.interceptor.around, function))
+        if not torch.is_grad_enabled():
+            with session.evaluating(call):
+                return call.run()
+        session.refuse_swapped()
+        if session.interceptor.changed:
+            names(session)
+            session.interceptor.changed = False
+        session.begin_training(call)
+        with session.running():
+            return call.run()
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        self._core.check()
         _refuse_loss(loss)
-        with self._reversing(loss):
+        with self.reversing(loss):
             with torch.inference_mode(False), torch.enable_grad():  # the caller's mode does not matter
-                scaled = loss if self._scaler is None else loss * self._scaler.scale
+                scaled = loss if self._core.scaler is None else loss * self._core.scaler.scale
             with leading(scaled) as root:
                 root.backward(retain_graph=retain_graph)
 
     @contextmanager
-    def _reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
+    def reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
         """Around autograd's backward. `loss`: None where the user's code called `loss.backward()`."""
         root = loss
         if loss is None:
@@ -45,17 +84,17 @@ class Backpropagation(EngineCore):
         loss = loss.detach()
         session = self._session
         session.refuse_swapped()
-        self._notice_dropped()
-        if self._clip_once is not None:
+        self._core.notice_dropped()
+        if self._core.clip_once is not None:
             raise StateError(
                 "a backward pass after engine.clip_grad_norm_(): the clip is for the gradients of the whole step. Call "
                 "it after the last backward, before engine.step(); engine.zero_grad() drops them. Nothing was changed"
             )
-        in_backward = self.config.updates == "in-backward"
+        in_backward = self._config.updates == "in-backward"
         if in_backward:
             self._before_in_backward(loss)
-        session.updates.regroup(self.optimizer.param_groups)
-        self._losses.append(loss)
+        session.updates.regroup(self._core.optimizer.param_groups)
+        self._core.losses.append(loss)
         before, captured = session.updates.applied, session.updates.sink.captured
         outside = session.unmanaged.arrived()
         try:
@@ -64,11 +103,11 @@ class Backpropagation(EngineCore):
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.
             if session.updates.sink.captured != captured or session.unmanaged.arrived() != outside:
-                self._clear()
-            elif self._losses:
-                self._losses.pop()
+                self._core.clear()
+            elif self._core.losses:
+                self._core.losses.pop()
             if in_backward and session.updates.applied != before:
-                self._broken = "an exception inside backward left some parameters updated and others not"
+                self._core.broken = "an exception inside backward left some parameters updated and others not"
             said = str(error) if isinstance(error, RuntimeError) else ""
             if session.updates.applied != before and "modified by an inplace operation" in said:
                 raise UnsupportedError(
@@ -82,10 +121,45 @@ class Backpropagation(EngineCore):
                 ) from error
             raise
 
+    # -- in pieces ------------------------------------------------------------------------------------
+
+    def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
+        self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
+        try:
+            return self._forward(self._core.module, args, kwargs)
+        except BaseException:
+            self._core.clear()
+            raise
+
+    def abandon_pass(self) -> None:
+        if self._session.cursor.phase != IDLE:
+            self._session.abandon()
+            self._core.clear()
+
+    @contextmanager
+    def backpropagating(self, last: bool) -> Iterator[None]:
+        self._core.check()
+        if self._config.updates == "in-backward" or self._core.scaler is not None:
+            raise UnsupportedError(
+                "a backward that somebody else starts brings gradients whose loss the engine does not see: expected "
+                f'updates = "exact" and no loss scaling, found updates = "{self._config.updates}" and precision = '
+                f'"{self._config.precision}"'
+            )
+        session = self._session
+        session.updates.regroup(self._core.optimizer.param_groups)
+        try:
+            with session.reversing(last):
+                yield
+        except BaseException:
+            self._core.clear()
+            raise
+
+    # -- what is looked at ----------------------------------------------------------------------------
+
     def _refuse_unseen_loss(self) -> None:
         """Before a backward whose loss the engine was not given."""
-        self._check()
-        if self._scaler is not None:
+        self._core.check()
+        if self._core.scaler is not None:
             raise UnsupportedError(
                 'loss.backward() with precision = "fp16" leaves out the scale that keeps small gradients from being 0: '
                 "call engine.backward(loss) in its place. Nothing was changed"
@@ -97,23 +171,23 @@ class Backpropagation(EngineCore):
                 'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
                 "the next backward"
             )
-        self._session.meet(LOSS, self.steps)
+        self._session.meet(LOSS, self._core.steps)
         self._session.catch_up_averages()
         for value in self._session.of_all_ranks([loss]):
-            if self.config.nonfinite == "stop" and not math.isfinite(value):
+            if self._config.nonfinite == "stop" and not math.isfinite(value):
                 self._session.abandon()  # nobody goes back from it
-                raise NonFiniteError(f"step {self.steps + 1}: the loss is {value}; nothing was updated")
-        self._session.updates.scale = 1.0 / (self._scaler.scale if self._scaler else 1.0)
+                raise NonFiniteError(f"step {self._core.steps + 1}: the loss is {value}; nothing was updated")
+        self._session.updates.scale = 1.0 / (self._core.scaler.scale if self._core.scaler else 1.0)
 
-    def _under_way(self) -> bool:
+    def under_way(self) -> bool:
         """Whether a pass runs, forward or backward: then a call of the module is part of it."""
         if torch._C._current_graph_task_id() >= 0:
             return self._session.interceptor.scopes > 0
-        with self._alone():
-            self._own_backward.give_up()
+        with self._core.alone():
+            self._core.own_backward.give_up()
             return self._session.interceptor.scopes > 0
 
-    def _accumulating(self) -> bool:
+    def accumulating(self) -> bool:
         """Whether the backward that autograd runs now brings gradients to parameters, rather than to what
         torch.autograd.grad was asked for."""
         data = self._session.data
