@@ -55,8 +55,10 @@ class ChunkStore:
         self.host_space = HostSpace(layout, backend, ledger, slicing)
         piece = piece_bytes(_parameter_bytes(layout, slicing))
         self.ssd_space = None if disk is None else SsdSpace(disk, ledger, piece)
-        self.near = "host" if ledger.budgets["host"] else "device"
-        """The tier next to SSD: the device itself where it is RAM and there is no other."""
+        self.has_host = bool(ledger.budgets["host"])
+        """Whether there is a tier between device and SSD. Without one the device is RAM, or all there is."""
+        self.near = "host" if self.has_host else "device"
+        """The tier next to SSD."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
         self.traffic = Traffic()
         self.state_stream: StateStream | None = None
@@ -67,6 +69,18 @@ class ChunkStore:
         self._states: list[list[Chunk]] = [[] for _ in layout.chunks]
         self.graphs: WeakSet[object] = WeakSet()
         """One for each graph of autograd's that has saved weights as they are, and not where they will be."""
+
+    def updates_on_device(self, index: int) -> bool:
+        """Whether a chunk's state lives on the device."""
+        return self.state_homes[index] == "device"
+
+    def streams(self, index: int) -> bool:
+        """Whether a chunk's state lives on SSD, and streams through memory to its update."""
+        return self.state_homes[index] == "ssd"
+
+    def update_tier(self, home: str) -> str:
+        """The tier that updates what has its state at `home`: nothing computes on SSD."""
+        return self.near if home == "ssd" else home
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
         size = self.layout.chunks[index].size
@@ -146,7 +160,7 @@ class ChunkStore:
         if chunk.device_valid or (chunk.move and chunk.move[0] == TO_DEVICE):
             return
         self.settle(chunk, host=True)
-        if self.near == "device" and chunk.ssd_valid:
+        if not self.has_host and chunk.ssd_valid:
             self.traffic.fetches += 1
             self.load(chunk)
             return
@@ -168,7 +182,7 @@ class ChunkStore:
             self._close(chunk, "device")
             return
         self.traffic.evictions += 1
-        if self.near == "device":
+        if not self.has_host:
             self.save(chunk)
             return
         self._open(chunk, "host")
@@ -202,7 +216,7 @@ class ChunkStore:
     def save(self, chunk: Chunk) -> None:
         """Starts taking the chunk from the tier next to SSD there; nothing is moved where SSD has it already."""
         self.settle(chunk, host=True)
-        if chunk.pins and self.near == "device":
+        if chunk.pins and not self.has_host:
             raise StateError(f"{chunk} is in use ({chunk.pins} pins) and cannot go to SSD")
         if chunk.ssd_valid:
             self._close(chunk, self.near)

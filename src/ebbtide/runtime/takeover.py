@@ -64,7 +64,7 @@ class Takeover:
         home = self._homes.first(shape, index)
         self._store.state_homes.append(home)
         param = self._data.parameter_chunk(index)
-        tier = self._store.near if home == "ssd" else home
+        tier = self._store.update_tier(home)
         self._room.make_for(param, tier)
         self._store.allocate(param, tier)
         master = self._store.chunks.get(("master", index))
@@ -157,6 +157,6 @@ class Unfreeze:
             homes.give_place(master, data.store.state_homes[index])
             for member, value in values:
                 store_value(data, member, dense(value), kernels)
-        if data.store.state_homes[index] == "ssd":
+        if data.store.streams(index):
             updates.queue.drain()
             homes.restream()

@@ -57,7 +57,7 @@ class ActivationOffload:
         self._shelves: dict[str, ActivationStore] = {}
         """By tier, those with room free first."""
         clear = weakref.WeakMethod(self._make_room)  # what nobody holds must go at once
-        if store.near == "host":
+        if store.has_host:
             self._shelves[HOST] = HostStore(store, clear)
         self._ssd = SsdStore(store, clear) if store.ssd_space is not None else None
         if self._ssd is not None:

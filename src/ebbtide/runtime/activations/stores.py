@@ -137,7 +137,7 @@ class SsdStore:
     def __init__(self, store: ChunkStore, clear: Clear) -> None:
         assert store.ssd_space is not None
         self._store, self._ledger, self._disk = store, store.ledger, store.ssd_space.disk
-        self._staged = store.near == "host"
+        self._staged = store.has_host
         self._clear = clear
         self._wanted: Mapping[int, int] = {}
         """By number, bytes of what the plan sends here."""

@@ -138,7 +138,7 @@ class HostDirect:
     def leads(self, chunk: Chunk) -> bool:
         """Whether a gradient goes to its chunk on the host. There is room, or else the pass is not what was planned:
         then it waits on the device."""
-        if not self.possible or chunk.kind != GRAD or self._store.state_homes[chunk.index] == "device":
+        if not self.possible or chunk.kind != GRAD or self._store.updates_on_device(chunk.index):
             return False
         if not self._fits(chunk):
             self._room.drop_unplanned_copies()  # the others stay: they are counted there
@@ -242,7 +242,7 @@ class InParameterSpace:
             master = self.store.chunks["master", index]
             param = self.data.parameter_chunk(index)
             home = self.store.state_homes[index]
-            tier = self.store.near if home == "ssd" else home
+            tier = self.store.update_tier(home)
             with self.places.placed(param, tier):
                 if home == "ssd":
                     self.store.settle(master)

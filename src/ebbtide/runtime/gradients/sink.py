@@ -58,7 +58,7 @@ class GradientSink:
         # On a GPU the copy is a thousandth of a step, and the allocator's counters could not tell them apart.
         as_they_are = alone and self.store.backend.kind == "cpu"
         self.in_place.always = as_they_are and self.store.ledger.device_alone
-        self.in_place.where_planned = as_they_are and in_backward and self.store.near == "device"
+        self.in_place.where_planned = as_they_are and in_backward and not self.store.has_host
 
     # -- in -------------------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ class Room:
         plan = self.cursor.plan
         if plan is None or not self.cursor.on_track:
             return 0
-        if self.store.near == "host":
+        if self.store.has_host:
             return self.ledger.room("host")
         place = max(self.cursor.position, 0)
         return self.claims.most() - (plan.growth[place] if place < len(plan.growth) else 0)
@@ -224,7 +224,7 @@ class Room:
 
     def leaving(self) -> list[Chunk]:
         """Chunks on their way off the device."""
-        return self.store.moving(SSD_WRITE if self.store.near == "device" else TO_HOST)
+        return self.store.moving(SSD_WRITE if not self.store.has_host else TO_HOST)
 
     def _make_on_device(self, needed: int, rising: bool = False, guess: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""
@@ -232,7 +232,7 @@ class Room:
             return
         others = [peer for peer in self.peers if peer is not self]
         # Where all is as planned and RAM is one tier, what is short is what late updates have not given back yet.
-        late = self.cursor.on_track and self.store.near == "device"
+        late = self.cursor.on_track and not self.store.has_host
         first = ("exchange", "leaving", "ready updates") if late else ("exchange", "leaving")
         try:
             for attempt in (*first, "evict", "updates", "arriving", "evict", "evict all", "saving"):
@@ -349,7 +349,7 @@ class Room:
         if not chunk.device_valid and chunk.move is None:
             self.store.drop(chunk, "device")
             return
-        if self.store.near == "host" and not chunk.host_valid and not chunk.ssd_valid and chunk.kind != WHOLE:
+        if self.store.has_host and not chunk.host_valid and not chunk.ssd_valid and chunk.kind != WHOLE:
             self.make_for(chunk, "host")
         self.store.evict(chunk)
 
@@ -377,7 +377,7 @@ class Room:
                     self._off_the_host(chunk, spill=True)
         if needed > self.ledger.room("host"):
             self._give(SNAPSHOT)
-        if needed > self.ledger.room("host") and self.store.near == "host":
+        if needed > self.ledger.room("host") and self.store.has_host:
             self._off_to_the_device(needed)
 
     def _off_to_the_device(self, needed: int) -> None:

@@ -247,7 +247,7 @@ class Executor:
 
     def _loading(self, chunk: Chunk) -> bool:
         """Whether the chunk is on its way from SSD to the host; a load that is over is ended."""
-        if chunk.move is None or chunk.move[0] != SSD_READ or self.store.near == "device":
+        if chunk.move is None or chunk.move[0] != SSD_READ or not self.store.has_host:
             return False
         if chunk.arrived:
             self.store.settle(chunk)
@@ -260,7 +260,7 @@ class Executor:
             # As planned, whatever this rank's moves are at: the others do it now.
             self.places.gather(chunk.index)
             return
-        if chunk.host_valid or (chunk.ssd_valid and self.store.near == "device"):
+        if chunk.host_valid or (chunk.ssd_valid and not self.store.has_host):
             if self.room.ready(chunk.nbytes + rise):
                 self.store.fetch(chunk)
             elif self.room.leaving():

@@ -69,7 +69,7 @@ class FetchOnDemand:
 
     def _load(self, chunk: Chunk) -> None:
         """What is on SSD only comes to the host, where there is one."""
-        if self.store.near == "host" and chunk.ssd_valid and not chunk.host_valid:
+        if self.store.has_host and chunk.ssd_valid and not chunk.host_valid:
             self.room.make_for(chunk, "host")
             self.store.load(chunk)
             self.store.settle(chunk)
@@ -174,7 +174,7 @@ class FetchOnDemand:
         updates it, its device copy goes. Not where it is pinned: then its user waits."""
         if chunk.device is None or chunk.pins:
             return
-        if self.store.near == "device":
+        if not self.store.has_host:
             self._unbind(chunk)
         elif chunk.move is None:
             self._unbind(chunk)

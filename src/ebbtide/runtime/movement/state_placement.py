@@ -195,7 +195,7 @@ class StatePlacement:
 
     @property
     def _one_tier(self) -> bool:
-        return self._store.near == "device"
+        return not self._store.has_host
 
     def give_place(self, master: Chunk, home: str) -> None:
         """For a master whose values are about to be written."""

@@ -109,7 +109,7 @@ class ChunkUpdates:
 
     def prelaunch(self, index: int, sources: Mapping[Chunk, Sequence[int]]) -> None:
         """The chunk will be updated from these gradients, where they are now; how they are scaled is to be known."""
-        if self.store.state_homes[index] == "device" and len(sources) == 1:
+        if self.store.updates_on_device(index) and len(sources) == 1:
             [(source, members)] = sources.items()
             found = prelaunch(
                 self.param_groups,
@@ -218,7 +218,7 @@ class ChunkUpdates:
         early = tier == "device" and not at_once and self.places.room.always(sum(c.nbytes for c in owned))
         needs = bring if early else brought(bring)
         self.places.put_away(param)
-        run = self.stream if self.store.state_homes[index] == "ssd" else self.run
+        run = self.stream if self.store.streams(index) else self.run
         self.queue.submit(
             [*owned, *self.store.state_chunks(index)],
             needs,
@@ -249,7 +249,7 @@ class ChunkUpdates:
 
     def _finishing(self, index: int, owned: Sequence[Chunk], lent: Sequence[int]) -> Callable[[bool], None]:
         """The books of an update beside the computation. `owned`: its parameters, then its gradients."""
-        streamed = self.store.state_homes[index] == "ssd"
+        streamed = self.store.streams(index)
 
         def finish(done: bool) -> None:
             for chunk in owned:
@@ -263,7 +263,7 @@ class ChunkUpdates:
             if streamed:
                 self.store.updated_on_ssd(index)
             self.store.written(owned[0], self.store.near)
-            if self.store.near == "host":
+            if self.store.has_host:
                 self.places.leave_stale(owned[0])
 
         return finish

@@ -144,7 +144,7 @@ class Updates:
             return
         if self.in_backward and self.sink.arrived[member]:
             raise second_gradient(self.data.names[member])
-        if self.in_backward and self.store.state_homes[index] == "device":
+        if self.in_backward and self.store.updates_on_device(index):
             self._apply_now(member, gradient)
             return
         self.sink.hold(member, gradient)
@@ -232,7 +232,7 @@ class Updates:
         """The disk need not wait until all is updated that lives in RAM: of the updates that stream, the first begin as
         far as nothing has to move for them."""
         begun: set[int] = set()
-        if self.lock_free is not None or self.shares is not None or self.store.near != "device":
+        if self.lock_free is not None or self.shares is not None or self.store.has_host:
             return begun
         for index, home in enumerate(self.store.state_homes):
             members = self.sink.arrived_in(index) if home == "ssd" else []
@@ -246,7 +246,7 @@ class Updates:
         return begun
 
     def _update(self, index: int, members: list[int], scale: float) -> None:
-        if self.lock_free is not None and self.store.state_homes[index] != "device":
+        if self.lock_free is not None and not self.store.updates_on_device(index):
             self.lock_free.give(index, members, scale)
             return
         self._count(members)

@@ -70,7 +70,7 @@ class Merge:
     def work(self, index: int, waiting: WaitingGradients, values: Chunk) -> Callable[[], None]:
         """What the thread does for an update, which is counted as a step of its parameters."""
         parts = self._parts(waiting)
-        run = self._chunks.stream if self._chunks.store.state_homes[index] == "ssd" else self._chunks.run
+        run = self._chunks.stream if self._chunks.store.streams(index) else self._chunks.run
         tier = self._near
 
         def work() -> None:

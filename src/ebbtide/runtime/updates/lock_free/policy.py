@@ -166,7 +166,7 @@ class LockFree:
         """Between passes nothing is in use; what the device has a copy of stays, where that would have to come again."""
         try:
             for index in indices:
-                alone = self.near == "device" or self.data.parameter_chunk(index).device is None
+                alone = not self.store.has_host or self.data.parameter_chunk(index).device is None
                 if alone and self._quiet(index):
                     self._take_over(index)
             self._make_ready()
@@ -192,7 +192,7 @@ class LockFree:
         if executor.cursor.phase == RUNNING:
             # On a device with memory of its own a copy that is there already would have to come again.
             unused = all(executor.states.state(run) is State.HOLD for run in self._runs[index])
-            return unused and (self.near == "device" or chunk.device is None)
+            return unused and (not self.store.has_host or chunk.device is None)
         return executor.cursor.phase != REVERSING or executor.cursor.done_with(chunk)
 
     # -- one update -----------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class LockFree:
 
     def _bring(self, chunk: Chunk) -> None:
         """Makes the chunk's copy on the tier next to SSD valid, and quiet."""
-        if self.near == "device":
+        if not self.store.has_host:
             self.places.bring(chunk)
         else:
             self.places.toward_host(chunk)
@@ -267,7 +267,7 @@ class LockFree:
         progress, count = self.progress[turn.index], turn.gradients.count
         interrupt, error = turn.event.outlast(), turn.event.error
         self.buffers.give(GRADIENTS, turn.gradients.memory)
-        if self.store.state_homes[turn.index] == "ssd":
+        if self.store.streams(turn.index):
             self.store.updated_on_ssd(turn.index)
         if error is not None:
             self._queue.failed = f"a lock-free update ended half-way ({error})"
@@ -299,11 +299,11 @@ class LockFree:
                 "write through engine.weights(name, write=True)"
             )
         self.store.written(chunk, self.near)
-        if self.near == "device" and not self.store.in_use(chunk):
+        if not self.store.has_host and not self.store.in_use(chunk):
             self._exchange(values, chunk)
         else:
             self._copy(chunk, values)
-        if self.near == "host":
+        if self.store.has_host:
             self.places.leave_stale(chunk)
         progress.values, progress.visible = None, progress.applied
         self.buffers.give(VALUES, values)

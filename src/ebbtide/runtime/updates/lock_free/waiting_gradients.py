@@ -81,7 +81,7 @@ class WaitingSums:
         """What waits with the gradients of one more step, which leave their chunk."""
         grad = self._store.chunks["grad", index]
         dtype = WAITS_IN[grad.dtype]
-        if waiting is None and self._near == "device" and dtype == grad.dtype:
+        if waiting is None and not self._store.has_host and dtype == grad.dtype:
             self._places.bring(grad)
             waiting = WaitingGradients(self._buffers.adopt(GRADIENTS, grad), scale)
         else:
@@ -97,7 +97,7 @@ class WaitingSums:
         """A thread adds them once they have arrived; until then the chunk is its own."""
         events = []
         with self._places.room.together([grad]):
-            if self._near == "host":
+            if self._store.has_host:
                 events += self._places.toward_host(grad)
             else:
                 self._places.bring(grad)
