@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_COMPILER = os.path.join("torch", "_dynamo", "")
 
 
 class EbbtideError(Exception):
@@ -72,6 +79,19 @@ class NonFiniteError(EbbtideError):
 
 class UnsupportedError(EbbtideError):
     """A feature that is refused by name, rather than computed wrongly."""
+
+
+def warn_user(text: str) -> None:
+    """A warning at the user's own line, however deep in the project it is found."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _leads_here(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def _leads_here(file: str) -> bool:
+    """Lines of ours, and those of Python's and torch's between the user's and ours."""
+    return file.startswith((_HERE, contextlib.__file__)) or _COMPILER in file
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

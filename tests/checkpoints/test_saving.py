@@ -229,9 +229,10 @@ def test_a_disk_that_is_full_is_reported(folder: Path, monkeypatch: pytest.Monke
         with pytest.raises(DiskError, match="step 1 could not be written: No space left"):
             engine.wait_for_save()
         engine.save(folder, background=True)
-        with pytest.warns(UserWarning, match="No space left"):
+        with pytest.warns(UserWarning, match="No space left") as warned:
             while engine._checkpoints.saver.pending is not None:
                 train(engine, "gpt2", 1, 2)
+        assert warned[0].filename == train.__code__.co_filename
     assert RunFolder(folder).complete() == [old] and len(list(folder.iterdir())) == 2
     assert engine.save(folder, background=True).name == f"step-{engine.steps:08d}"
     engine.wait_for_save()

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ebbtide
 import zoo
-from ebbtide.engine import training
+from ebbtide.engine import opening
 from ebbtide.errors import ConfigError, NonFiniteError, StateError
 from ebbtide.kernels import Decision, FallbackKernels, Operands, Rule, Scaling
 from harness import config_of
@@ -60,7 +60,7 @@ class LateKernels(FallbackKernels):
 def deeds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the device was given to do, and when the host looked."""
     kernels = LateKernels()
-    monkeypatch.setattr(training, "cpu_kernels", lambda: kernels)
+    monkeypatch.setattr(opening, "cpu_kernels", lambda: kernels)
     return kernels.deeds
 
 

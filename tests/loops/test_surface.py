@@ -273,10 +273,19 @@ def test_what_is_written_while_resident_counts(
     engine.check_integrity()
 
 
+def test_a_warning_of_slow_products_is_at_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.runtime.budgets.multiplies", lambda dtype: False)
+    with pytest.warns(UserWarning, match="no instructions for products") as warned:
+        engine = ebbtide.initialize(Net(), {"precision": "bf16", "device": {"kind": "cpu"}})
+    assert warned[0].filename == __file__
+    engine.close()
+
+
 def test_a_write_through_data_that_nobody_meant_counts_and_is_told(make: Engines) -> None:
     engine = make()
-    with pytest.warns(UserWarning, match=r"resident\(write=True\)"), engine.resident():
+    with pytest.warns(UserWarning, match=r"resident\(write=True\)") as warned, engine.resident():
         engine.module.head.weight.data.zero_()
+    assert warned[0].filename == __file__
     with engine.weights("head.weight") as weights:
         assert not weights["head.weight"].any()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from ebbtide.checkpoint import shared_folders
 from ebbtide.checkpoint.folders import RunFolder, not_written, write_synced
 from ebbtide.checkpoint.rank_files import Snapshot
-from ebbtide.errors import DiskError
+from ebbtide.errors import DiskError, warn_user
 from ebbtide.memory.budget import SNAPSHOT
 from ebbtide.runtime.session import Session
 
@@ -78,11 +77,6 @@ class Saver:
             raise
         return target
 
-    def look(self) -> None:
-        """Gives back what one that is written has taken; says where one could not be."""
-        if self.pending is not None and self.pending.over:
-            self.settle()
-
     def give_room(self, short: int) -> bool:
         """What is written from a copy is waited for."""
         self.settle()
@@ -98,7 +92,7 @@ class Saver:
         pending.snapshot.release()
         self.failed = "" if pending.error is None else str(pending.error)
         if self.failed and warn:
-            warnings.warn(f"{self.failed} (in the background)", stacklevel=3)
+            warn_user(f"{self.failed} (in the background)")
 
     def close(self) -> None:
         self.settle()

@@ -54,7 +54,7 @@ class Average:
             part for part in weights if part.dtype == torch.float32
         ]  # others have no master: they are frozen
         sizes = [part.range[1] - part.range[0] for part in parts]
-        self._tier = "host" if session.ledger.budgets["host"] else "device"
+        self._tier = session.store.near
         nbytes = 4 * sum(sizes)
         session.room.make(self._tier, nbytes)
         session.ledger.reserve(self._tier, AVERAGE, nbytes)

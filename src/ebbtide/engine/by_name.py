@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ import torch
 
 from ebbtide.checkpoint import values
 from ebbtide.engine.core import EngineCore
-from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.errors import ConfigError, UnsupportedError, nearest, warn_user
 from ebbtide.memory.budget import SNAPSHOT
 from ebbtide.memory.disk.vectors import view
 
@@ -80,7 +79,7 @@ class ValuesByName:
         session = self._session
         kept = session.data.split_members if write else []
         nbytes = sum(session.data.memory[member].nbytes for member in kept)
-        tier = "host" if session.ledger.budgets["host"] else "device"
+        tier = session.store.near
         session.room.make(tier, nbytes)
         session.ledger.reserve(tier, SNAPSHOT, nbytes)
         try:
@@ -96,10 +95,9 @@ class ValuesByName:
         finally:
             data.live.end()
         if names and not asked:
-            warnings.warn(
+            warn_user(
                 f"{names[0]}{f' and {len(names) - 1} others' if names[1:] else ''} were written through .data within "
-                "engine.resident(). The writes count; engine.resident(write=True) says that they are meant",
-                stacklevel=4,
+                "engine.resident(). The writes count; engine.resident(write=True) says that they are meant"
             )
 
     def _match(self, patterns: tuple[str, ...]) -> list[str]:

@@ -10,9 +10,7 @@ from functools import wraps
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
-from ebbtide.config import Config
 from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.tracebacks import trim
@@ -24,7 +22,7 @@ from ebbtide.tracing.hooks.compiled import has_compiler
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class _Part(Protocol):
+class _HasCore(Protocol):
     _core: EngineCore
 
 
@@ -33,11 +31,11 @@ def alone(method: Method) -> Method:
     left_alone: list[Any] = []
 
     @wraps(method)
-    def called(self: _Part, *args: Any, **kwargs: Any) -> Any:
+    def called(self: _HasCore, *args: Any, **kwargs: Any) -> Any:
         if not left_alone and has_compiler():
             left_alone.append(torch.compiler.disable(method))
         try:
-            with self._core.alone():
+            with self._core.turn():
                 return (left_alone[0] if left_alone else method)(self, *args, **kwargs)
         except EbbtideError as error:
             raise trim(error)  # noqa: B904  (the same error)
@@ -46,11 +44,12 @@ def alone(method: Method) -> Method:
 
 
 class EngineCore:
-    def __init__(
-        self, module: nn.Module, config: Config, session: Session, optimizer: EngineOptimizer
-    ) -> None:
-        self.module, self.config, self.session, self.optimizer = module, config, session, optimizer
-        self.scaler = LossScaler() if config.precision == "fp16" else None
+    """One for an engine, which hands it to its parts."""
+
+    def __init__(self, session: Session, optimizer: EngineOptimizer) -> None:
+        self.session, self.optimizer = session, optimizer
+        self.module, self.config = session.module, session.config
+        self.scaler = LossScaler() if self.config.precision == "fp16" else None
         self.own_backward = OwnBackward(session)
         self.steps = 0
         self.closed = False
@@ -73,12 +72,13 @@ class EngineCore:
                 f"the engine was made by process {self.process} and is used by {os.getpid()}, a forked child, which "
                 "has none of its threads; give the child the values that it needs, or a module and an engine of its own"
             )
-        with self.alone():
+        with self.turn():
             self.own_backward.give_up()
             return self.session
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
+        """One thread at a time."""
         if not self._turn.acquire(blocking=False):
             raise StateError(
                 "another thread is in a forward pass, a backward pass or a step of this engine, and passes of two would "
@@ -96,20 +96,25 @@ class EngineCore:
                 f"the engine is partially stepped: {broken}. Load a checkpoint, or weights with load_state_dict()"
             )
 
-    def start_step(self) -> None:
-        """Nothing is counted for the next step yet."""
+    @property
+    def number(self) -> int:
+        """The step's that is to come, as messages count."""
+        return self.steps + 1
+
+    def forget_counts(self) -> None:
+        """What was counted for this step: its losses, and how to clip it."""
         self.losses, self.clip_once = [], None
 
     def clear(self) -> None:
         """Drops gradients that were held, and what was counted for this step."""
         self.session.drop_gradients()
         self.session.unmanaged.discard()
-        self.start_step()
+        self.forget_counts()
 
     def notice_dropped(self) -> None:
         """Gradients that the user's code has set to None are dropped."""
         if self.session.notice_dropped():
-            self.start_step()
+            self.forget_counts()
 
     def zero_grad(self) -> None:
         """What the user's zero_grad does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ebbtide.checkpoint.module_guard import refuse_held
 from ebbtide.checkpoint.weight_files import WeightFiles
 from ebbtide.config import Config
 from ebbtide.engine.foreign import handed_over
-from ebbtide.engine.optimizer import EngineOptimizer, make_optimizer
+from ebbtide.engine.optimizer import EngineOptimizer, OptimizerCalls, make_optimizer
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.runtime.budgets import alike, refuse_nowhere, refuse_unbuilt, warn_of_slow_products
@@ -30,18 +30,7 @@ from ebbtide.runtime.session import Session
 
 
 @dataclass(frozen=True)
-class OptimizerCalls:
-    """What the optimizer's methods do."""
-
-    update: Callable[[], bool]
-    clear: Callable[[], None]
-    take: Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
 class Opened:
-    config: Config
-    """With the settings of an optimizer that was handed over."""
     tiers: Tiers
     session: Session
     optimizer: EngineOptimizer
@@ -81,18 +70,16 @@ def open_session(
     try:
         with all_or_none(ranks):
             refuse_nowhere(config, tiers.ledger.budgets)
-            optimizer = make_optimizer(
-                module, config.optimizer, groups, calls.update, calls.clear, calls.take
-            )
+            if ranks is None or ranks.rank == 0:
+                warn_of_slow_products(choice, tiers.backend.kind)
+            optimizer = make_optimizer(module, config.optimizer, groups, calls)
             if handed is not None:
                 optimizer.join(handed)
         session = _take_over(module, config, choice, tiers, files, ranks, companions)
     except BaseException:
         tiers.close_unused()
         raise
-    if ranks is None or ranks.rank == 0:
-        warn_of_slow_products(choice, tiers.backend.kind)
-    return Opened(config, tiers, session, optimizer)
+    return Opened(tiers, session, optimizer)
 
 
 def _refuse(module: nn.Module, config: Config) -> None:

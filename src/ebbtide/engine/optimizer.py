@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,17 @@ joined: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers of torch's that were handed over."""
 
 
+@dataclass(frozen=True)
+class OptimizerCalls:
+    """What the optimizer's methods do."""
+
+    update: Callable[[], bool]
+    """Takes the engine's step, and says whether it was skipped."""
+    clear: Callable[[], None]
+    take: Callable[[Mapping[str, Any]], None]
+    """Takes a torch optimizer's state into the chunks."""
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """Holds the param groups. Its `step` is the engine's update; its state lives in chunks, not here."""
 
@@ -31,20 +43,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         module: nn.Module,
         groups: Iterable[dict[str, Any]],
         settings: OptimizerConfig,
-        update: Callable[[], bool],
-        clear: Callable[[], None],
-        take: Callable[[Mapping[str, Any]], None],
+        calls: OptimizerCalls,
     ) -> None:
-        """`update`: takes the engine's step, and says whether it was skipped. `take`: takes a torch optimizer's state
-        into the chunks."""
         self.step_was_skipped = False
         """Whether the last step changed nothing: its gradients were not finite."""
         self.handed: torch.optim.Optimizer | None = None
         """The one that was handed over: a scheduler on it changes the same groups."""
         self._module, self._rule = module, settings.rule
-        self._update = update
-        self._clear = clear
-        self._take = take
+        self._calls = calls
         super().__init__(groups, settings.settings)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -53,7 +59,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_was_skipped = self._update()
+        self.step_was_skipped = self._calls.update()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -83,7 +89,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that are held; after a step there are none."""
-        self._clear()
+        self._calls.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The param groups. The state is in chunks, and a file that is written without it trains on as another run."""
@@ -119,7 +125,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Param groups, as `state_dict` gives them; and the moments of a torch.optim.AdamW or Adam, into the chunks."""
         if state_dict.get("state"):
-            self._take(state_dict)
+            self._calls.take(state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         if self.handed is not None:
             self.handed.param_groups = self.param_groups
@@ -178,9 +184,7 @@ def make_optimizer(
     module: nn.Module,
     settings: OptimizerConfig,
     param_groups: Iterable[Any] | None,
-    update: Callable[[], bool],
-    clear: Callable[[], None],
-    take: Callable[[Mapping[str, Any]], None],
+    calls: OptimizerCalls,
 ) -> EngineOptimizer:
     """With the user's groups, or one of all parameters that require gradients."""
     if param_groups is None:
@@ -190,7 +194,7 @@ def make_optimizer(
     else:
         given = _listed(param_groups)
         groups = given if all(isinstance(one, dict) for one in given) else [{"params": given}]
-    return EngineOptimizer(module, groups, settings, update, clear, take)
+    return EngineOptimizer(module, groups, settings, calls)
 
 
 def _listed(given: Any) -> list[Any]:

@@ -176,14 +176,14 @@ class Passes:
         for value in self._session.of_all_ranks([loss]):
             if self._config.nonfinite == "stop" and not math.isfinite(value):
                 self._session.abandon()  # nobody goes back from it
-                raise NonFiniteError(f"step {self._core.steps + 1}: the loss is {value}; nothing was updated")
+                raise NonFiniteError(f"step {self._core.number}: the loss is {value}; nothing was updated")
         self._session.updates.scale = 1.0 / (self._core.scaler.scale if self._core.scaler else 1.0)
 
     def under_way(self) -> bool:
         """Whether a pass runs, forward or backward: then a call of the module is part of it."""
         if torch._C._current_graph_task_id() >= 0:
             return self._session.interceptor.scopes > 0
-        with self._core.alone():
+        with self._core.turn():
             self._core.own_backward.give_up()
             return self._session.interceptor.scopes > 0
 

@@ -26,7 +26,7 @@ class Checkpointing:
         self._core, self._session = core, core.session
         self.saver = Saver(core.session)
 
-    def save(self, path: Path, state: Any, keep: int | None, background: bool) -> Path:
+    def save(self, path: str | Path, state: Any, keep: int | None, background: bool) -> Path:
         self._core.check()
         if keep is not None and keep < 1:
             raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
@@ -43,7 +43,7 @@ class Checkpointing:
             session, self._core.optimizer.param_groups, self._core.scaler, self._core.steps
         )
         content = {"user": state, "random": resume.random_state()}
-        return self.saver.save(self._of_part(path), self._core.steps, facts, content, keep, background)
+        return self.saver.save(self._of_part(Path(path)), self._core.steps, facts, content, keep, background)
 
     def _of_part(self, path: Path) -> Path:
         """Where a process has a part of the model, that has a folder of its own in the run's."""
@@ -138,7 +138,7 @@ class Checkpointing:
         session.averages.append(made)
         return made
 
-    def export(self, path: Path, dtype: torch.dtype | None) -> None:
+    def export(self, path: str | Path, dtype: torch.dtype | None) -> None:
         session = self._core.open()
         if self._session.companions is not None and self._session.companions.stages is not None:
             raise UnsupportedError(
@@ -148,4 +148,4 @@ class Checkpointing:
         session.meet(SAVE, self._core.steps)
         session.reclaim()
         session.queue.drain()
-        export(session, path, dtype)
+        export(session, Path(path), dtype)

@@ -74,18 +74,13 @@ class Stepping:
         session.updates.sink.show()
         return torch.tensor(norm)
 
-    @property
-    def _number(self) -> int:
-        """The step's that is to come, as messages count."""
-        return self._core.steps + 1
-
     def _unscale(self) -> float:
         return 1.0 / (self.loss_scale * self._config.accumulate * self._session.pieces)
 
     def _step(self) -> StepResult:
         self._core.check()
-        if self._saver.pending is not None:
-            self._saver.look()
+        if (pending := self._saver.pending) is not None and pending.over:
+            self._saver.settle()  # gives back what its copy took, and says where it could not be written
         self._schedulers.look()
         self._session.refuse_swapped()
         self._core.notice_dropped()
@@ -141,14 +136,12 @@ class Stepping:
 
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""
-        self._core.start_step()
-        self._session.drop_gradients()
-        self._session.unmanaged.discard()
+        self._core.clear()
         if self._core.scaler is not None:
             self._core.scaler.update(True)
         elif self._config.nonfinite != "continue":
             raise NonFiniteError(
-                f"step {self._number}: {bad}; the weights are as before the step. {self._what_is_away()}Lower the "
+                f"step {self._core.number}: {bad}; the weights are as before the step. {self._what_is_away()}Lower the "
                 'learning rate, clip gradients, or set nonfinite = "continue" to skip such steps'
             )
         return StepResult(False, True, loss_scale=self.loss_scale)
@@ -178,8 +171,8 @@ class Stepping:
             self._session.unmanaged.discard()
             self._core.broken = "a gradient outside the chunks was not finite, when those within were updated"
             raise NonFiniteError(
-                f"step {self._number}: the gradient of {names[0]} is not finite; parameters in chunks have had this "
-                "step's update. Go on from a checkpoint with a lower learning rate"
+                f"step {self._core.number}: the gradient of {names[0]} is not finite; parameters in chunks have had "
+                "this step's update. Go on from a checkpoint with a lower learning rate"
             )
 
     def _nonfinite(self) -> str:
@@ -236,7 +229,7 @@ class Stepping:
 
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls."""
-        self._core.start_step()
+        self._core.forget_counts()
         self.own_call = True
         try:
             self._core.optimizer.step()

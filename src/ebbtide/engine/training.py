@@ -20,7 +20,8 @@ from ebbtide.engine.by_name import ValuesByName
 from ebbtide.engine.core import EngineCore, alone
 from ebbtide.engine.fit import Fit, fit
 from ebbtide.engine.foreign import refuse_foreign_steps
-from ebbtide.engine.opening import OptimizerCalls, open_session
+from ebbtide.engine.opening import open_session
+from ebbtide.engine.optimizer import EngineOptimizer, OptimizerCalls
 from ebbtide.engine.passes import Passes
 from ebbtide.engine.saved import Checkpointing
 from ebbtide.engine.stepping import Stepping, StepResult
@@ -55,6 +56,8 @@ def initialize(
 
 
 class Engine:
+    """A module that trains within memory budgets. `initialize` makes it."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -72,11 +75,10 @@ class Engine:
             take=lambda state_dict: self._checkpoints.take_moments(state_dict),
         )
         opened = open_session(module, config, param_groups, calls, tiers, weights, group, stages)
-        self.module, self.config, self.optimizer = module, opened.config, opened.optimizer
         self._tiers, self._session = opened.tiers, opened.session
         session = self._session
-        session.updates.regroup(self.optimizer.param_groups)
-        self._core = core = EngineCore(module, self.config, session, self.optimizer)
+        session.updates.regroup(opened.optimizer.param_groups)
+        self._core = core = EngineCore(session, opened.optimizer)
         self._passes = Passes(core)
         self._checkpoints = Checkpointing(core)
         self._stepping = Stepping(core, self._checkpoints.saver)
@@ -90,6 +92,21 @@ class Engine:
         session.interceptor.keep(RootCalls(module, self.__call__, self._passes.under_way))
         if session.sharing is not None:
             session.interceptor.keep(InStep(module, session.places.all_reside))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was taken over."""
+        return self._core.module
+
+    @property
+    def config(self) -> Config:
+        """Its settings; those of an optimizer that was handed over are among them."""
+        return self._core.config
+
+    @property
+    def optimizer(self) -> EngineOptimizer:
+        """Has the param groups, for schedulers; its `step` is the engine's."""
+        return self._core.optimizer
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -221,7 +238,7 @@ class Engine:
         the data): numbers, strings, tensors, lists and dicts; `load` returns it. With `keep`, only the newest so many
         stay. In the `background` it is written while training goes on, and is there later: what the budget leaves room
         for is copied, the rest is written first."""
-        return self._checkpoints.save(Path(path), state, keep, background)
+        return self._checkpoints.save(path, state, keep, background)
 
     def wait_for_save(self) -> None:
         """Until a checkpoint that is written in the background is there; raises where it could not be written."""
@@ -246,7 +263,7 @@ class Engine:
     def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
         `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""
-        self._checkpoints.export(Path(path), dtype)
+        self._checkpoints.export(path, dtype)
 
     # -- facts ----------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class ChunkStore:
         piece = piece_bytes(_parameter_bytes(layout, slicing))
         self.ssd_space = None if disk is None else SsdSpace(disk, ledger, piece)
         self.has_host = bool(ledger.budgets["host"])
-        """Whether there is a tier between device and SSD. Without one the device is RAM, or all there is."""
+        """Whether the host is a tier. Without it the device is RAM, or all there is."""
         self.near = "host" if self.has_host else "device"
         """The tier next to SSD."""
         self.chunks: dict[tuple[str, int], Chunk] = {}
@@ -78,9 +78,9 @@ class ChunkStore:
         """Whether a chunk's state lives on SSD, and streams through memory to its update."""
         return self.state_homes[index] == "ssd"
 
-    def update_tier(self, home: str) -> str:
-        """The tier that updates what has its state at `home`: nothing computes on SSD."""
-        return self.near if home == "ssd" else home
+    def update_tier(self, index: int) -> str:
+        """The tier that updates a chunk: nothing computes on SSD."""
+        return self.near if self.streams(index) else self.state_homes[index]
 
     def add(self, kind: str, index: int, dtype: torch.dtype) -> Chunk:
         size = self.layout.chunks[index].size

@@ -209,8 +209,8 @@ def draft(
     pieces of state on SSD that stay on the device, where that is RAM. `floor`: bytes that are left to non-model data
     at all times. `roomy`: gradients that wait for the disk in backward have their room."""
     host = fill_host(shape, device, settings, kept)
-    host_direct = host_direct_bytes(shape, record, settings, device)
-    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device, host_direct)
+    direct_bytes = host_direct_bytes(shape, record, settings, device)
+    least = 0 if settings.ssd_beside_device else _at_least(shape, record, device, direct_bytes)
     if worth is not None and least + streamed_traffic(host, settings) > worth:
         return None
     static = fixed_bytes(shape, settings, device, host)
@@ -231,7 +231,7 @@ def draft(
     line = Timeline(rooms, shape.sizes, tuple(uses), shape.sources, staying)
     residency = replay(line, settings.eviction)
     host = _with_evicted(shape, record, settings, device, host, residency)
-    residency.to_host += sum(host_direct.values())
+    residency.to_host += sum(direct_bytes.values())
     if pinned:
         trained = [i for i, count in enumerate(shape.state_bytes) if count]
         residency.to_device += sum(shape.parameter_bytes[i] for i in trained)
@@ -343,12 +343,12 @@ def _waits(shape: ModelShape, record: Record, device: frozenset[int], host_direc
 
 
 def _at_least(
-    shape: ModelShape, record: Record, device: frozenset[int], host_direct: Mapping[int, int]
+    shape: ModelShape, record: Record, device: frozenset[int], direct_bytes: Mapping[int, int]
 ) -> int:
     """Bytes that must move whatever the room: gradients down and parameters up of what the host updates, and a
-    gather of what ranks share. `host_direct`: bytes of gradients that go there as they arrive, by chunk."""
+    gather of what ranks share. `direct_bytes`: bytes of gradients that go there as they arrive, by chunk."""
     used = {shape.parameter_chunk[arrival.parameter] for arrival in record.arrivals}
     trained = [i for i in used if shape.state_bytes[i]]
     away = [i for i in trained if i not in device]
-    crossing = sum(shape.parameter_bytes[i] + host_direct.get(i, shape.gradient_bytes[i]) for i in away)
+    crossing = sum(shape.parameter_bytes[i] + direct_bytes.get(i, shape.gradient_bytes[i]) for i in away)
     return crossing + sum(shape.sizes[shape.used(i)] for i in trained if i in shape.shared)

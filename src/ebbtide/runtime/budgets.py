@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 
 from ebbtide.config import Config
 from ebbtide.devices import Backend
 from ebbtide.devices.cpu_device import multiplies
-from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
+from ebbtide.errors import BudgetError, ConfigError, UnsupportedError, warn_user
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.dtensors import part_of
 from ebbtide.planner.shape import ModelShape
@@ -26,10 +25,9 @@ def warn_of_slow_products(choice: Choice, kind: str) -> None:
     """Nothing is wrong with the numbers; whoever waits should know for what."""
     slow = sorted({str(d).removeprefix("torch.") for d in choice.dtypes.values() if not multiplies(d)})
     if kind == "cpu" and slow:
-        warnings.warn(
+        warn_user(
             f"precision: this processor has no instructions for products in {' and '.join(slow)}, and torch takes up to "
-            'a hundred times as long for them as in fp32; precision = "fp32" takes at most 2 bytes a parameter more',
-            stacklevel=4,
+            'a hundred times as long for them as in fp32; precision = "fp32" takes at most 2 bytes a parameter more'
         )
 
 

@@ -204,8 +204,10 @@ class Session:
             self.homes.settle()
             self.room.raise_level(self.homes.first_level(self.shape), guess=True)
         if self.lock_free is not None:
-            homes, states = self.store.state_homes, self.shape.state_bytes
-            self.lock_free.open([i for i, count in enumerate(states) if count and homes[i] != "device"])
+            states = self.shape.state_bytes
+            self.lock_free.open(
+                [i for i, count in enumerate(states) if count and not self.store.updates_on_device(i)]
+            )
             self.lock_free.begin_pass()
         self.updates.sink.in_parameter_space = plan is not None and plan.in_parameter_space
         self.resting.begin(known, plan, offset)

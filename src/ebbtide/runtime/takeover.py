@@ -64,7 +64,7 @@ class Takeover:
         home = self._homes.first(shape, index)
         self._store.state_homes.append(home)
         param = self._data.parameter_chunk(index)
-        tier = self._store.update_tier(home)
+        tier = self._store.update_tier(index)
         self._room.make_for(param, tier)
         self._store.allocate(param, tier)
         master = self._store.chunks.get(("master", index))

@@ -100,7 +100,7 @@ class _Walk(Books):
         """By moment, the chunks whose last gradient arrives."""
         for chunk, place in self._last_arrivals().items():
             self.finishing.setdefault(place, []).append(chunk)
-        self.host_direct = host_direct_bytes(self.shape, record, job.settings, device)
+        self.direct_bytes = host_direct_bytes(self.shape, record, job.settings, device)
         """By chunk, bytes that are on the host when the last gradient has been taken."""
         self.updated = sorted(chunk for chunks in self.finishing.values() for chunk in chunks)
         self.barrier = -1
@@ -288,8 +288,8 @@ class _Walk(Books):
             seconds = self.rates.gather(count, self.rates.ranks)
             self.down[chunk] = self.task(WIRE, seconds, [self.compute], place, count)
             self.reduced.append(self.down[chunk])
-        if chunk in self.host_direct:
-            self.down[chunk] = self.task(TO_HOST, 0.0, [self.compute], place, self.host_direct[chunk])
+        if chunk in self.direct_bytes:
+            self.down[chunk] = self.task(TO_HOST, 0.0, [self.compute], place, self.direct_bytes[chunk])
         if self.job.settings.in_backward:
             self._update(chunk, place)
 

@@ -241,10 +241,9 @@ class InParameterSpace:
             index, share = self.data.places[member].chunk, self.data.shares[member]
             master = self.store.chunks["master", index]
             param = self.data.parameter_chunk(index)
-            home = self.store.state_homes[index]
-            tier = self.store.update_tier(home)
+            tier = self.store.update_tier(index)
             with self.places.placed(param, tier):
-                if home == "ssd":
+                if self.store.streams(index):
                     self.store.settle(master)
                     for start, count in portions(share.numel):
                         values = peek(self.store, master, share.offset + start, count)

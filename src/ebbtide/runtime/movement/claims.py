@@ -13,7 +13,7 @@ from ebbtide.memory.budget import Ledger
 from ebbtide.runtime.movement.plan_cursor import IDLE, RUNNING, PlanCursor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Claim:
     nbytes: int = 0
     guess: bool = False
@@ -23,7 +23,7 @@ class Claim:
 class Claims:
     def __init__(self, ledger: Ledger, cursor: PlanCursor) -> None:
         self._ledger, self._cursor = ledger, cursor
-        self.passes = Claim()
+        self.of_pass = Claim()
         """Non-model data of the pass that runs, or that is expected to."""
         self.lasting = 0
         """Of it, what stays between passes: parameters outside the chunks, and buffers."""
@@ -40,7 +40,7 @@ class Claims:
 
     @property
     def level(self) -> int:
-        return self.passes.nbytes
+        return self.of_pass.nbytes
 
     def begin_turn(self, everyone: Iterable[Claims], evaluates: bool) -> bool:
         """This engine goes on, maybe after another one, whose claim is over unless it is in the midst of a pass. Gives
@@ -51,7 +51,7 @@ class Claims:
             return False
         for one in everyone:
             if one is not self and one._cursor.phase == IDLE:
-                one.passes, one.outputs = Claim(one.lasting), 0
+                one.of_pass, one.outputs = Claim(one.lasting), 0
             one._others = tuple(weakref.ref(other) for other in everyone if other is not one)
         return True
 
@@ -67,7 +67,7 @@ class Claims:
         """Bytes of other engines' claims that are no guess."""
         others = (other for one in self._others if (other := one()) is not None)
         return sum(
-            other._kept_from(self._evaluates) + other.outputs for other in others if not other.passes.guess
+            other._kept_from(self._evaluates) + other.outputs for other in others if not other.of_pass.guess
         )
 
     def _kept_from(self, evaluation: bool) -> int:
@@ -82,13 +82,13 @@ class Claims:
 
     def set_level(self, level: int, guess: bool = False) -> None:
         elsewhere = self.elsewhere() if self._others else 0
-        self.passes = Claim(level, guess)
+        self.of_pass = Claim(level, guess)
         self._most_elsewhere = max(elsewhere, self._most_elsewhere)
         self._ledger.set_level("device", level + self.outputs, guess, elsewhere)
 
     def set_outputs(self, count: int) -> None:
         self.outputs = count
-        self.set_level(self.level, self.passes.guess)
+        self.set_level(self.level, self.of_pass.guess)
 
     def most(self) -> int:
         """The highest level that fits beside what is reserved, other engines' claims and outputs that are held."""

@@ -112,9 +112,9 @@ class Room:
         try:
             if claims.while_waiting is not None:
                 needed = claims.level + claims.outputs + claims.elsewhere() - self.ledger.level["device"]
-                self._make_on_device(max(0, needed), rising=True, guess=claims.passes.guess)
+                self._make_on_device(max(0, needed), rising=True, guess=claims.of_pass.guess)
         finally:
-            claims.set_level(claims.level, claims.passes.guess)
+            claims.set_level(claims.level, claims.of_pass.guess)
 
     def end_turn(self) -> None:
         """An evaluation is over that another engine waited for: what that one computes next has its room, as far as
@@ -224,7 +224,7 @@ class Room:
 
     def leaving(self) -> list[Chunk]:
         """Chunks on their way off the device."""
-        return self.store.moving(SSD_WRITE if not self.store.has_host else TO_HOST)
+        return self.store.moving(TO_HOST if self.store.has_host else SSD_WRITE)
 
     def _make_on_device(self, needed: int, rising: bool = False, guess: bool = False) -> None:
         """Frees device memory until `needed` bytes fit beside the level, or raises with what is in the way."""

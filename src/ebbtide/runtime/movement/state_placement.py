@@ -166,8 +166,8 @@ class StatePlacement:
         near = self._store.near
         held = sum(shape.parameter_bytes) + buffers + page
         held += sum(shape.gradient_bytes[i] + shape.state_bytes[i] for i in (*self.at(near), index))
-        held += 2 * max(shape.parameter_bytes) if near == "host" else 0
-        if held <= (budgets[near] // 2 if near == "device" else budgets[near]):
+        held += 2 * max(shape.parameter_bytes) if self._store.has_host else 0
+        if held <= (budgets[near] if self._store.has_host else budgets[near] // 2):
             return near
         stored = [stored_bytes(shape.state_bytes[i], shape.piece) for i in (*self.at("ssd"), index)]
         return "ssd" if sum(stored) <= budgets["ssd"] else "device"
@@ -191,11 +191,7 @@ class StatePlacement:
     def level_before_batch(self, shape: ModelShape) -> int:
         """What is kept free until the first batch is here."""
         level = self.first_level(shape)
-        return min(level, self._ledger.budgets["device"] // FIRST_BATCH) if self._one_tier else level
-
-    @property
-    def _one_tier(self) -> bool:
-        return not self._store.has_host
+        return level if self._store.has_host else min(level, self._ledger.budgets["device"] // FIRST_BATCH)
 
     def give_place(self, master: Chunk, home: str) -> None:
         """For a master whose values are about to be written."""

@@ -1,4 +1,4 @@
-"""What a model's data asks of the rooms above it, handed in by them."""
+"""What a model's data asks of the packages above it, handed in by them."""
 
 from __future__ import annotations
 

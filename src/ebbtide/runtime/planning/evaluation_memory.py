@@ -53,8 +53,9 @@ class EvaluationMemory:
 
     def trained(self, plan: Plan, call: Call) -> None:
         """Training goes on by this plan."""
-        self._plan = plan
-        self._remember(_shapes(call), True, Need(max(plan.levels, default=0)))
+        if plan is not self._plan:
+            self._plan = plan
+            self._remember(_shapes(call), True, Need(max(plan.levels, default=0)))
 
     def make_room(
         self,
@@ -92,7 +93,7 @@ class EvaluationMemory:
         level = need.level + beside
         if level <= planned and not pinned:
             return False
-        level = max(level, 0 if self._room.claims.passes.guess else self._room.claims.level)
+        level = max(level, 0 if self._room.claims.of_pass.guess else self._room.claims.level)
         self._give_up(self._short(level))
         self._room.raise_level(level)
         self._room.claims.imagined = True

@@ -100,12 +100,11 @@ class ChunkUpdates:
 
     def open_states(self, index: int) -> None:
         """Gives state that was never written its place; it is zero."""
-        home = self.store.state_homes[index]
         for state in self.store.state_chunks(index):
-            if home == "ssd":
+            if self.store.streams(index):
                 self.store.reserve_ssd(state)
             elif state.free:
-                self.places.allocate(state, home)
+                self.places.allocate(state, self.store.state_homes[index])
 
     def prelaunch(self, index: int, sources: Mapping[Chunk, Sequence[int]]) -> None:
         """The chunk will be updated from these gradients, where they are now; how they are scaled is to be known."""
@@ -144,14 +143,13 @@ class ChunkUpdates:
 
     def update(self, index: int, sources: Mapping[Chunk, Sequence[int]], scale: float) -> None:
         """Updates members of a chunk from the chunks that hold their gradients, and those whose gradients are kept."""
-        home = self.store.state_homes[index]
         alone = [m for m in self.data.members[index] if m in self.kept]
         if index in self._started:
             self._require_as_started(index, sources)
         self.data.notice_writes(index)
         self.open_states(index)
         self.places.forget(index)
-        if home == "device":
+        if self.store.updates_on_device(index):
             self._update_here(index, sources, alone, scale)
         else:
             self._submit(index, sources, alone, scale)

@@ -234,8 +234,8 @@ class Updates:
         begun: set[int] = set()
         if self.lock_free is not None or self.shares is not None or self.store.has_host:
             return begun
-        for index, home in enumerate(self.store.state_homes):
-            members = self.sink.arrived_in(index) if home == "ssd" else []
+        for index in range(len(self.store.state_homes)):
+            members = self.sink.arrived_in(index) if self.store.streams(index) else []
             if not members:
                 continue
             chunks = {self.data.parameter_chunk(index), *self.sink.chunks_of(index, members)}
