@@ -20,7 +20,7 @@ from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.memory.dtensors import is_split
 from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, among, host
 
-ALIKE = ("accumulate", "clip", "nonfinite", "precision")
+ALIKE = ("accumulate", "clip", "clip_value", "nonfinite", "precision")
 """Settings that are about the whole model."""
 Groups = Mapping[tuple[int, ...], tuple[Any, list[str]]]
 """By the processes of a group: the group, and the names of the parameters that are cut among them."""
@@ -67,9 +67,8 @@ class ModelParallel:
                 f'updates = "{config.updates}" decides by what one process sees; a model that tensor parallelism or a '
                 'pipeline has divided takes updates = "exact"'
             )
-        settings = config.to_dict()
         for ranks in self._all:
-            ranks.require_same({key: settings[key] for key in ALIKE})
+            ranks.require_same({key: getattr(config, key) for key in ALIKE})
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
