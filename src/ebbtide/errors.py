@@ -19,6 +19,10 @@ class EbbtideError(Exception):
     """Base of all errors below: the command turns them into one line and exit status 2."""
 
 
+class EbbtideWarning(UserWarning):
+    """What is as it was asked for, and most likely not as it was meant."""
+
+
 class ConfigError(EbbtideError):
     """A setting that is unknown, of the wrong type, out of range, or at odds with another one."""
 
@@ -86,7 +90,7 @@ def warn_user(text: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _leads_here(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, EbbtideWarning, stacklevel=level)
 
 
 def _leads_here(file: str) -> bool:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
 
-from ebbtide.cli.app import app
+from ebbtide.cli.app import app, run
 from test_reference import DOCUMENTS, ROOT
 
+MANY = re.compile("--compare|--find-max")
+MACHINES = ROOT / "src" / "ebbtide" / "forecasting" / "simulation" / "machines"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -35,8 +39,7 @@ def test_there_are_some():
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_has_the_flags_that_it_is_given(line):
-    words = shlex.split(line)
-    words = words[[word.endswith("ebbtide") for word in words].index(True) + 1 :]
+    words = _words(line)
     command = get_command(app)
     while hasattr(command, "commands"):
         assert words[0] in command.commands, f"no command {words[0]}"
@@ -45,6 +48,34 @@ def test_a_command_has_the_flags_that_it_is_given(line):
     for word in words:
         if word.startswith("--"):
             assert word.partition("=")[0] in known, f"{command.name} has no {word}"
+
+
+def _words(line: str) -> list[str]:
+    words = shlex.split(line)
+    return words[[word.endswith("ebbtide") for word in words].index(True) + 1 :]
+
+
+def _each(command: str) -> list[Any]:
+    """Lines that begin so. Those that try many plans take half a minute."""
+    lines = sorted({case.values[0].strip() for case in COMMANDS if command in case.values[0]})
+    return [pytest.param(line, marks=[pytest.mark.heavy] * bool(MANY.search(line))) for line in lines]
+
+
+@pytest.mark.parametrize("line", _each("ebbtide plan"))
+def test_a_plan_is_made(line, tmp_path, monkeypatch):
+    """Machine files of the reader's own are like one of ours."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("here.toml", "yard.toml"):
+        shutil.copy(MACHINES / "v100-node.toml", name)
+    assert run(_words(line)) == 0
+
+
+@pytest.mark.parametrize("line", _each("ebbtide train"))
+def test_a_run_trains(line, tmp_path, monkeypatch):
+    """On a small model, for two steps."""
+    monkeypatch.chdir(tmp_path)
+    small = ["--model", "gpt2-tiny", "--steps", "2", "--seq", "32", "--batch", "2"]
+    assert run([*_words(line), *small]) == 0
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -25,7 +25,7 @@ from ebbtide.cli.doctor import doctor
 from ebbtide.cli.plan import plan
 from ebbtide.cli.settings import spelled_out
 from ebbtide.cli.train import train
-from ebbtide.errors import EbbtideError, nearest
+from ebbtide.errors import EbbtideError, EbbtideWarning, nearest
 
 app = typer.Typer(
     name="ebbtide",
@@ -107,7 +107,7 @@ def said_plainly(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """In place of `warnings.formatwarning`: our own warnings without a line of our code."""
-    if Path(filename).is_relative_to(PACKAGE):
+    if issubclass(category, EbbtideWarning) or Path(filename).is_relative_to(PACKAGE):
         return f"ebbtide: {message}\n"
     return _as_python_does(message, category, filename, lineno, line)
 
