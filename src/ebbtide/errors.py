@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
+"""The folder of the project's own lines."""
 _COMPILER = os.path.join("torch", "_dynamo", "")
 
 
@@ -95,7 +96,7 @@ def warn_user(text: str) -> None:
 
 def _leads_here(file: str) -> bool:
     """Lines of ours, and those of Python's and torch's between the user's and ours."""
-    return file.startswith((_HERE, contextlib.__file__)) or _COMPILER in file
+    return file.startswith((HERE, contextlib.__file__)) or _COMPILER in file
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ class Passes:
         if not session.idle and torch.is_grad_enabled():
             ways = ways_back(found)
             if idle and ways == []:
-                session.abandon()  # nobody can go back from it, so it would never end
+                session.abandon()  # no backward can reach it, so the pass would never end
             session.waiting.made(ways)
             self._core.own_backward.watch(found, self)
         return found
@@ -175,7 +175,7 @@ class Passes:
         self._session.catch_up_averages()
         for value in self._session.of_all_ranks([loss]):
             if self._config.nonfinite == "stop" and not math.isfinite(value):
-                self._session.abandon()  # nobody goes back from it
+                self._session.abandon()  # no backward follows
                 raise NonFiniteError(f"step {self._core.number}: the loss is {value}; nothing was updated")
         self._session.updates.scale = 1.0 / (self._core.scaler.scale if self._core.scaler else 1.0)
 

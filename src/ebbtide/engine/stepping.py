@@ -44,7 +44,7 @@ class Stepping:
         self._factor = 1.0
         """What gradients are multiplied with."""
         self.last: StepResult | None = None
-        """What the last call of `step` gave, whoever called it."""
+        """What the last step gave, whether the loop called `step` or `optimizer.step()`."""
 
     @property
     def loss_scale(self) -> float:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import HERE, EbbtideError
 
-_HERE = str(Path(__file__).resolve().parents[1]) + os.sep
 _BETWEEN = (str(Path(torch.__file__).resolve().parent) + os.sep, contextlib.__file__)
 """Where the frames are from that lead from the user's lines to ours."""
 
@@ -42,7 +41,7 @@ def _users(trace: TracebackType | None) -> TracebackType | None:
     kept: TracebackType | None = None
     for one in reversed(frames):
         name = one.tb_frame.f_code.co_filename
-        if name.startswith(_HERE) or (name.startswith(_BETWEEN) and kept is None):
+        if name.startswith(HERE) or (name.startswith(_BETWEEN) and kept is None):
             continue
         kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return kept

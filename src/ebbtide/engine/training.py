@@ -152,7 +152,7 @@ class Engine:
 
     @property
     def last_step(self) -> StepResult | None:
-        """What the last call of `step` gave, whoever called it."""
+        """What the last step gave, whether the loop called `step` or `optimizer.step()`."""
         return self._stepping.last
 
     @property
@@ -188,7 +188,7 @@ class Engine:
         self._passes.abandon_pass()
 
     def backpropagating(self, last: bool = True) -> AbstractContextManager[None]:
-        """Around a backward that somebody else starts, as a pipeline's schedule does; `last`: of the pass."""
+        """Around a backward that a pipeline's schedule starts; `last`: of the pass."""
         return self._passes.backpropagating(last)
 
     @property
