@@ -10,6 +10,7 @@ from torch import nn
 
 import ebbtide
 import zoo
+from ebbtide.engine.stepping import Stepping
 from ebbtide.errors import NonFiniteError
 from ebbtide.runtime.fast_path import FastPath
 from ebbtide.runtime.gradients.stand_ins import HeldGradient
@@ -377,7 +378,7 @@ def test_what_was_foreseen_of_a_step_that_was_interrupted_is_forgotten(
             engine.backward(engine(x))
             if number == 4:
                 assert engine._session.resting.now is rests
-                monkeypatch.setattr(type(engine), "_nonfinite", interrupted)
+                monkeypatch.setattr(Stepping, "_nonfinite", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
                 engine.module.skip = -1
