@@ -445,6 +445,9 @@ class Queued:
     def done(self) -> bool:
         return self.over
 
+    def span(self) -> tuple[float, float] | None:
+        return self._copied.span()
+
 
 class LongQueue(CpuBackend):
     """As a GPU whose queue is long: as far as the host knows, no copy to the device is over until it waits for that."""

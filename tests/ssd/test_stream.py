@@ -227,7 +227,7 @@ def chunk(index: int) -> Chunk:
 
 
 def test_what_is_left_is_done_in_the_order_of_the_chunks() -> None:
-    updater, ran = UpdateQueue(True, SimpleNamespace(state_stream=None)), list[int]()
+    updater, ran = UpdateQueue(True, SimpleNamespace(state_stream=None, traffic=Traffic())), list[int]()
     go = threading.Event()
     begun = threading.Event()
 
@@ -253,7 +253,7 @@ def test_what_is_left_is_done_in_the_order_of_the_chunks() -> None:
 
 
 def test_what_is_read_ahead_goes_first() -> None:
-    updater, ran = UpdateQueue(True, SimpleNamespace(state_stream=None)), list[int]()
+    updater, ran = UpdateQueue(True, SimpleNamespace(state_stream=None, traffic=Traffic())), list[int]()
     answers: list[list[int] | None] = [None, [3, 0, 2]]
     updater._store.state_stream = SimpleNamespace(  # type: ignore[assignment]
         detour=lambda under_way, chunks: answers.pop(0), advance=lambda: None, drain=lambda: None
@@ -299,7 +299,7 @@ def put_off_jobs(
     indices: list[int], read: set[int], spare: int = 1
 ) -> tuple[UpdateQueue, list[int], dict[int, Chunk], Any]:
     """A job of each, put off as it may be, behind one that waits for what is returned last."""
-    updater, ran = UpdateQueue(True, SimpleNamespace(state_stream=None)), list[int]()
+    updater, ran = UpdateQueue(True, SimpleNamespace(state_stream=None, traffic=Traffic())), list[int]()
     updater._store.state_stream = Later(read)  # type: ignore[assignment]
     go, begun = threading.Event(), threading.Event()
 
@@ -360,7 +360,7 @@ def test_what_is_put_off_ends_with_everything_else() -> None:
 
 
 def test_a_job_that_fails_after_a_change_of_order_is_reported_by_whoever_wants_it() -> None:
-    updater = UpdateQueue(True, SimpleNamespace(state_stream=None))
+    updater = UpdateQueue(True, SimpleNamespace(state_stream=None, traffic=Traffic()))
     go, begun = threading.Event(), threading.Event()
 
     def wait() -> None:

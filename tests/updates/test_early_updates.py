@@ -23,6 +23,7 @@ from ebbtide.errors import BudgetError, DiskError
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.disk.space import READ, WRITE, DiskSpace
+from ebbtide.memory.links import Traffic
 from ebbtide.planner import search
 from ebbtide.runtime.process_tiers import Tiers
 from ebbtide.runtime.updates.update_queue import UpdateQueue
@@ -42,7 +43,7 @@ class Rooms:
     """Jobs that come when they have room, or when they may make some; in which order they did."""
 
     def __init__(self) -> None:
-        self.updater = UpdateQueue(True, SimpleNamespace(state_stream=None))
+        self.updater = UpdateQueue(True, SimpleNamespace(state_stream=None, traffic=Traffic()))
         self.chunks: dict[int, Chunk] = {}
         self.room: set[int] = set()
         self.ran, self.finished = list[int](), list[tuple[int, bool]]()

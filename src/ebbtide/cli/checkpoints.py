@@ -72,6 +72,8 @@ class Checkpoints:
         }
         saved = training.engine.save(self._folder, state, keep=training.task.keep)
         self._last = done
+        if training.recording is not None:
+            training.recording.mark("checkpoint", folder=str(saved))
         self._say(f"saved step {done} in {saved}")
 
     def _say(self, message: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,6 +19,7 @@ from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
 from ebbtide.config import Config
 from ebbtide.engine import initialize, tune_memory
+from ebbtide.engine.recording import Recording
 from ebbtide.errors import ConfigError
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
@@ -42,6 +44,11 @@ class Step:
     grad_norm: float | None
     skipped: bool
     valid_loss: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As the metrics have it."""
+        found = {"step": self.number, "loss": self.loss, "lr": self.lr, "skipped": self.skipped}
+        return found if self.grad_norm is None else {**found, "grad_norm": self.grad_norm}
 
 
 class Training:
@@ -71,6 +78,8 @@ class Training:
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
         self.engine = initialize(module, config)
         tune_memory(self.engine)
+        self.recording: Recording | None = None
+        """Where the run has a folder."""
         self.history: list[Step] = []
         self.seconds = {"forward_backward": 0.0, "update": 0.0}
         self.ended = ""
@@ -87,6 +96,12 @@ class Training:
     def close(self) -> None:
         self.engine.close()
 
+    def record(self, folder: Path) -> None:
+        """Has the run describe itself there from now on, with the steps that it has behind it."""
+        self.recording = self.engine.record(folder)
+        self.recording.add_earlier(step.plain() for step in self.history)
+        self.recording.describe(task=asdict(self.task), params=self.parameters)
+
     # -- steps ----------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
@@ -96,6 +111,10 @@ class Training:
             with waiting():
                 step = self._step(number)
                 self.history.append(step)
+                if self.recording is not None:
+                    self.recording.add(**step.plain())
+                    if step.valid_loss is not None:
+                        self.recording.mark("evaluated", valid_loss=step.valid_loss)
             yield step
             signals = self.world.all(self.ended)
             if any(signals):

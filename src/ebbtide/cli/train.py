@@ -176,10 +176,11 @@ def _run(
     precision_is_ours: bool,
 ) -> dict[str, Any]:
     """What training came to."""
+    import torch
+
     from ebbtide.cli.checkpoints import Checkpoints
     from ebbtide.cli.moves_log import MovesLog
     from ebbtide.cli.output import say, with_progress
-    from ebbtide.cli.run_folder import Metrics, save_model
 
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None
@@ -187,13 +188,13 @@ def _run(
         return before
     saving = out is not None and training.task.save_every > 0
     first = training.world.first
+    if out is not None:
+        training.record(out)
     with (
-        Metrics(out if first else None, training.history) as metrics,
         MovesLog(log_moves if first else None) as moves,
         checkpoints.told_to_end() if saving else nullcontext(),
     ):
         for step in with_progress(training, json):
-            metrics.add(step)
             if log_moves is not None:
                 moves.add(step.number, training.engine.stats()["moved_by_chunk"])
             if precision_is_ours and not json and len(training.history) == training.resumed + 1:
@@ -208,8 +209,10 @@ def _run(
         result = training.summary()
         if saving and complete:
             checkpoints.save(result)
+        if training.recording is not None:
+            training.recording.describe(result=result)
         if out is not None:
-            save_model(training, out)
+            training.engine.export(out, torch.float32)
     if first:
         _say_where(training, out, saving, complete)
     return result

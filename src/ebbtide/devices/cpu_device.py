@@ -47,10 +47,11 @@ def fast_dtype() -> torch.dtype:
 class CopyEvent:
     """The end of a copy on a background thread."""
 
-    __slots__ = ("_error", "_flag", "_job")
+    __slots__ = ("_begun", "_ended", "_error", "_flag", "_job")
 
     def __init__(self, job: Callable[[], None] | None = None) -> None:
         self._flag = threading.Event()
+        self._begun = self._ended = time.perf_counter()
         self._error: BaseException | None = None
         # Taken out of a list at once, without a lock: the collector may cancel on any thread, in any line.
         self._job = [] if job is None else [job]
@@ -93,8 +94,16 @@ class CopyEvent:
     def done(self) -> bool:
         return self._flag.is_set()
 
+    def span(self) -> tuple[float, float] | None:
+        return (self._begun, self._ended) if self._flag.is_set() else None
+
+    def begin(self) -> None:
+        """Its job does."""
+        self._begun = time.perf_counter()
+
     def set(self, error: BaseException | None) -> None:
         self._error = error
+        self._ended = time.perf_counter()
         self._flag.set()
 
 
@@ -130,6 +139,7 @@ class Stream:
             job = event.take()
             if job is not None:
                 error: BaseException | None = None
+                event.begin()
                 try:
                     job()
                 except BaseException as caught:
@@ -203,6 +213,9 @@ class CpuBackend:
         rate = self._rates.get(link)
         if rate:
             time.sleep(max(0.0, source.numel() / rate - (time.perf_counter() - start)))
+
+    def time_copies(self, wanted: bool) -> None:
+        """The threads that copy look at the clock all the time."""
 
     def apart(self, after: Event) -> AbstractContextManager[None]:
         return nullcontext()

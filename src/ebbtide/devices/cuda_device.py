@@ -10,6 +10,7 @@ events that the host itself synchronises with before it reads, writes or reuses 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -28,10 +29,13 @@ PAGES_AT_LEAST = 256 << 20
 
 
 class StreamEvent:
-    __slots__ = ("_event",)
+    __slots__ = ("_begun", "_clock", "_event")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(
+        self, event: torch.cuda.Event, begun: torch.cuda.Event | None = None, clock: Clock | None = None
+    ) -> None:
+        """`begun` and `clock`: where it is timed."""
+        self._event, self._begun, self._clock = event, begun, clock
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._event.device).wait_event(self._event)
@@ -45,6 +49,26 @@ class StreamEvent:
 
     def done(self) -> bool:
         return self._event.query()
+
+    def span(self) -> tuple[float, float] | None:
+        if self._begun is None or self._clock is None or not self.done():
+            return None
+        return self._clock.at(self._begun), self._clock.at(self._event)
+
+
+class Clock:
+    """The device's time as the host has it."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record(torch.cuda.current_stream(device))
+        self._zero.synchronize()
+        self._began = time.perf_counter()
+
+    def at(self, event: torch.cuda.Event) -> float:
+        """Of an event that is over."""
+        return self._began + self._zero.elapsed_time(event) / 1e3
 
 
 def _register(count: int) -> torch.Tensor:
@@ -90,6 +114,7 @@ class CudaBackend:
         self._held = {"device": 0, "host": 0}
         self._meter: Any = None
         self._storages: set[int] = set()
+        self._clock: Clock | None = None
         _expandable_segments()
         _open_products(self.device)
 
@@ -153,11 +178,19 @@ class CudaBackend:
             after.hold(stream)
         else:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        event = torch.cuda.Event(blocking=True)  # who waits for a copy leaves the core to updates
+        clock = self._clock
+        # Who waits for a copy leaves the core to updates.
+        event = torch.cuda.Event(blocking=True, enable_timing=clock is not None)
+        begun = torch.cuda.Event(enable_timing=True) if clock is not None else None
         with torch.cuda.stream(stream):
+            if begun is not None:
+                begun.record(stream)
             destination.copy_(source, non_blocking=True)
             event.record(stream)
-        return StreamEvent(event)
+        return StreamEvent(event, begun, clock)
+
+    def time_copies(self, wanted: bool) -> None:
+        self._clock = Clock(self.device) if wanted else None
 
     @contextmanager
     def apart(self, after: Event) -> Iterator[None]:

@@ -24,6 +24,9 @@ class Event(Protocol):
 
     def done(self) -> bool: ...
 
+    def span(self) -> tuple[float, float] | None:
+        """When it began and ended, as `time.perf_counter` has it; None where it is not over, or nothing was timed."""
+
 
 def wait_for_all(events: Iterable[Event], host: bool = False) -> BaseException | None:
     """Waits until every event is over, and returns the first error. Memory and extents that a copy still uses must not
@@ -67,6 +70,9 @@ class Backend(Protocol):
     ) -> Event:
         """Starts a copy over `link` (host_to_device or device_to_host). With `after` (a mark) it waits for what came
         before that, and not for what the compute stream was given since: some start late, on other threads."""
+
+    def time_copies(self, wanted: bool) -> None:
+        """Whether the events of copies are to know when these began and ended."""
 
     def mark(self) -> Event:
         """The end of everything that the compute stream was given so far."""

@@ -15,6 +15,7 @@ from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
+from ebbtide.memory.journal import LOOP
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.updates.loss_scale import LossScaler
 from ebbtide.tracing.hooks.compiled import has_compiler
@@ -57,6 +58,8 @@ class EngineCore:
         """Why some parameters are updated and others are not, until all of them are written."""
         self.losses: list[torch.Tensor] = []
         """Of this step, so far."""
+        self.losses_known = True
+        """Whether they are what the loop computed: of a backward that the user's code starts nobody is told the loss."""
         self.clip_once: float | None = None
         """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
         self.process = os.getpid()
@@ -89,6 +92,16 @@ class EngineCore:
         finally:
             self._turn.release()
 
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Around a pass or a step: what the thread does between them is the loop's own."""
+        journal = self.session.journal
+        journal.turn_to("")
+        try:
+            yield
+        finally:
+            journal.turn_to(LOOP)
+
     def check(self) -> None:
         broken = self.broken or self.open().queue.failed
         if broken:
@@ -103,7 +116,7 @@ class EngineCore:
 
     def forget_counts(self) -> None:
         """What was counted for this step: its losses, and how to clip it."""
-        self.losses, self.clip_once = [], None
+        self.losses, self.losses_known, self.clip_once = [], True, None
 
     def clear(self) -> None:
         """Drops gradients that were held, and what was counted for this step."""

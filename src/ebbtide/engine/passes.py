@@ -30,6 +30,11 @@ class Passes:
         session = self._session
         if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
             return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
+        with self._core.in_call():
+            return self._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
         idle = session.idle
         found = self._forward(function, args, kwargs)
         if not session.planning.roomy:
@@ -77,10 +82,16 @@ class Passes:
     @contextmanager
     def reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
         """Around autograd's backward. `loss`: None where the user's code called `loss.backward()`."""
+        with self._core.in_call(), self._reversing(loss):
+            yield
+
+    @contextmanager
+    def _reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
         root = loss
         if loss is None:
             self._refuse_unseen_loss()
             loss = torch.zeros((), device=self._session.backend.device)  # gradients tell whether it is finite
+            self._core.losses_known = False
         loss = loss.detach()
         session = self._session
         session.refuse_swapped()

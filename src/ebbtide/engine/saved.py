@@ -16,6 +16,7 @@ from ebbtide.checkpoint.weight_files import WeightFiles
 from ebbtide.engine.average import Average
 from ebbtide.engine.core import EngineCore
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
+from ebbtide.memory.journal import SAVING
 from ebbtide.runtime.distributed.agreement import LOAD, SAVE
 from ebbtide.runtime.distributed.model_parallel import others_too
 from ebbtide.runtime.movement.plan_cursor import IDLE
@@ -36,6 +37,11 @@ class Checkpointing:
             raise StateError(
                 "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
             )
+        with session.journal.apart(SAVING):
+            return self._save(Path(path), state, keep, background)
+
+    def _save(self, path: Path, state: Any, keep: int | None, background: bool) -> Path:
+        session = self._session
         session.meet(SAVE, self._core.steps)
         session.reclaim()
         session.queue.drain()
@@ -43,7 +49,7 @@ class Checkpointing:
             session, self._core.optimizer.param_groups, self._core.scaler, self._core.steps
         )
         content = {"user": state, "random": resume.random_state()}
-        return self.saver.save(self._of_part(Path(path)), self._core.steps, facts, content, keep, background)
+        return self.saver.save(self._of_part(path), self._core.steps, facts, content, keep, background)
 
     def _of_part(self, path: Path) -> Path:
         """Where a process has a part of the model, that has a folder of its own in the run's."""

@@ -14,6 +14,7 @@ from ebbtide.engine.core import EngineCore
 from ebbtide.engine.foreign import Schedulers
 from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
 from ebbtide.kernels import Decision, Guarded, Scaling
+from ebbtide.memory.journal import DEVICE_WAIT, EBBTIDE
 from ebbtide.runtime.distributed.agreement import STEP
 
 NOTHING_TRAINED = (
@@ -52,7 +53,8 @@ class Stepping:
 
     def step(self) -> StepResult:
         self.last = None
-        self.last = found = self._step()
+        with self._core.in_call(), self._session.journal.at(EBBTIDE):
+            self.last = found = self._step()
         return found
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -147,7 +149,8 @@ class Stepping:
         return StepResult(False, True, loss_scale=self.loss_scale)
 
     def _decide(self, scaling: Scaling) -> Decision:
-        total = self._session.updates.square_sum()
+        with self._session.journal.at(DEVICE_WAIT):
+            total = self._session.updates.square_sum()
         for name in sorted(squares := self._session.unmanaged.squares()):
             total += squares[name]
         return scaling.decide(
@@ -202,7 +205,8 @@ class Stepping:
             return None
         with self._no_way_back():
             updates.chunks.start_prelaunched(scaling.unscale, guarded)
-            decision, interrupt = _outlast(guarded)
+            with self._session.journal.at(DEVICE_WAIT):
+                decision, interrupt = _outlast(guarded)
             if decision is not None:
                 self._take(decision)
         if decision is None:

@@ -23,6 +23,7 @@ from ebbtide.engine.foreign import refuse_foreign_steps
 from ebbtide.engine.opening import open_session
 from ebbtide.engine.optimizer import EngineOptimizer, OptimizerCalls
 from ebbtide.engine.passes import Passes
+from ebbtide.engine.recording import Recording, record
 from ebbtide.engine.saved import Checkpointing
 from ebbtide.engine.stepping import Stepping, StepResult
 from ebbtide.engine.tracebacks import show_users_lines
@@ -84,6 +85,7 @@ class Engine:
         self._stepping = Stepping(core, self._checkpoints.saver)
         self._values = ValuesByName(core)
         self._closed_whole = False
+        self._recording: Recording | None = None
         self._own: dict[str, torch.Tensor] | None = None
         """The weights that the module keeps when the engine is closed."""
         refuse_foreign_steps()
@@ -113,12 +115,16 @@ class Engine:
     @alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With gradients enabled it is a training pass, traced and planned."""
+        if self._recording is not None and torch.is_grad_enabled():
+            self._recording.saw(args, kwargs)
         return self._passes.run(self.module, args, kwargs)
 
     @alone
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A pass that runs `function(*args, **kwargs)` in place of the module's forward: a method of the module, or
         anything else that works with it (`engine.run(model.encode, x)`). It is traced and planned like forward."""
+        if self._recording is not None and torch.is_grad_enabled():
+            self._recording.saw(args, kwargs)
         return self._passes.run(function, args, kwargs)
 
     @alone
@@ -129,7 +135,13 @@ class Engine:
     @alone
     def step(self) -> StepResult:
         """Updates the weights, on every `accumulate`-th call."""
-        return self._stepping.step()
+        recording = self._recording
+        if recording is None:
+            return self._stepping.step()
+        recording.before_step()
+        found = self._stepping.step()
+        recording.after_step(found)
+        return found
 
     def _update(self) -> bool:
         """What `optimizer.step()` does: by the user's code it is called in place of `step`. Whether it was skipped."""
@@ -272,6 +284,14 @@ class Engine:
         """Where the module computes: batches belong there."""
         return self._tiers.backend.device
 
+    @alone
+    def record(self, folder: str | Path) -> Recording:
+        """Has the run describe itself in a folder, for `ebbtide report FOLDER`: settings, machine, a line for each step
+        (loss, seconds by cause, bytes by link), a few steps in full. On several ranks all of them call it. What comes
+        back takes what only the loop knows: `recording.add(accuracy=...)`, `recording.mark("evaluated", loss=...)`."""
+        self._recording = record(self._core, folder, self._recording)
+        return self._recording
+
     def stats(self) -> dict[str, Any]:
         """Bytes moved, evictions, peaks by tier and tag, traces, the plan in force."""
         return facts(self._session, self._tiers.disk)
@@ -343,6 +363,8 @@ class Engine:
         self._core.closed = True
         if os.getpid() != self._core.process:
             return  # memory and files are the parent's to give back
+        if self._recording is not None:
+            self._recording.close()
         self._checkpoints.saver.close()
         self._session.swapped = ""
         for average in list(self._session.averages):

@@ -12,8 +12,7 @@ The store moves what it is told to and refuses what would break the books. It do
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakSet
 
@@ -201,7 +200,7 @@ class ChunkStore:
         chunk.move = (WIRE, [event])
         self._moves += 1
         chunk.started = self._moves
-        self.traffic.count(WIRE, sent, chunk.index)
+        self.traffic.count(WIRE, sent, chunk.index, chunk.kind, [event])
 
     def load(self, chunk: Chunk) -> None:
         """Starts bringing the chunk from SSD to the tier next to it."""
@@ -244,7 +243,7 @@ class ChunkStore:
             raise
         self._moves += 1
         chunk.started = self._moves
-        self.traffic.count(link, chunk.nbytes, chunk.index)
+        self.traffic.count(link, chunk.nbytes, chunk.index, chunk.kind, events)
 
     def _outlast_all(self) -> None:
         self.backend.synchronize()
@@ -298,7 +297,8 @@ class ChunkStore:
             return
         link, events = chunk.move
         left, arrived = self.ends_of(link)
-        failed = self._wait(events, link)
+        with self.traffic.waiting(link, chunk.index):
+            failed = wait_for_all(events)
         if failed is not None:
             self._close(chunk, arrived)
             chunk.move = None
@@ -319,12 +319,6 @@ class ChunkStore:
             WIRE: ("ranks", "device"),
         }
         return ends.get(link, (self.near, "ssd"))
-
-    def _wait(self, events: Sequence[Event], link: str) -> BaseException | None:
-        start = time.perf_counter()
-        failed = wait_for_all(events)
-        self.traffic.stalls[link] += time.perf_counter() - start
-        return failed
 
     def turn_back(self, chunk: Chunk) -> None:
         """The chunk is wanted on the device: a fetch is ended, an eviction leaves a clean pair behind."""

@@ -73,6 +73,12 @@ class Crossing:
 
     synchronize = wait
 
+    def span(self) -> tuple[float, float] | None:
+        spans = [found for one in self.requests if (found := one.span()) is not None]
+        if not spans or not self.done():
+            return None
+        return min(begin for begin, _ in spans), max(end for _, end in spans)
+
     def _events(self) -> Iterator[Event]:
         assert self._submitted is not None
         yield self._submitted

@@ -28,6 +28,8 @@ from ebbtide.memory.disk.space import Extent
 from ebbtide.memory.links import SSD_READ, SSD_WRITE, Traffic
 from ebbtide.memory.ssd_space import Group, SsdSpace, offsets
 
+STATE = "state"
+"""What pieces are of, in the journal."""
 Key = tuple[int, int]
 """(chunk, first element)."""
 
@@ -183,7 +185,7 @@ class StateStream:
                 raise failed
             for key, slot in behind:
                 slot.changed = False
-                self._traffic.count(SSD_WRITE, slot.used, key[0])
+                self._traffic.count(SSD_WRITE, slot.used, key[0], STATE, writes)
                 self._updated.add(key)
 
     def _kept_of(self, index: int | None) -> list[tuple[Key, Slot]]:
@@ -242,7 +244,7 @@ class StateStream:
             elif changed:
                 assert slot.extent is not None
                 slot.events = [self._space.disk.write(slot.extent, [slot.memory[: slot.used]])]
-                self._traffic.count(SSD_WRITE, slot.used, slot.key[0])
+                self._traffic.count(SSD_WRITE, slot.used, slot.key[0], STATE, slot.events)
                 self._writing.append(slot)
                 self._updated.add(slot.key)
             else:
@@ -268,7 +270,7 @@ class StateStream:
         assert slot.extent is not None
         if key in self._updated:
             slot.events = [self._space.disk.read(slot.extent, [slot.memory[: slot.used]])]
-            self._traffic.count(SSD_READ, slot.used, key[0])
+            self._traffic.count(SSD_READ, slot.used, key[0], STATE, slot.events)
             return
         known = self._known.get(key[0])
         if known is None:
@@ -278,8 +280,9 @@ class StateStream:
         slot.events = []
         for (kind, _), start, end in zip(group.kinds, starts, starts[1:], strict=False):
             if kind in known:
-                slot.events.append(self._space.disk.read(slot.extent, [slot.memory[start:end]], start))
-                self._traffic.count(SSD_READ, end - start, key[0])
+                part = self._space.disk.read(slot.extent, [slot.memory[start:end]], start)
+                slot.events.append(part)
+                self._traffic.count(SSD_READ, end - start, key[0], STATE, [part])
             else:
                 ctypes.memset(slot.memory.data_ptr() + start, 0, end - start)
 

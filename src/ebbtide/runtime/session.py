@@ -16,6 +16,7 @@ import torch
 
 from ebbtide.devices.real_memory import on_real_memory, real
 from ebbtide.errors import StateError
+from ebbtide.memory.journal import COMPUTING, EBBTIDE, EVALUATION, PLANNING, RANKS
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.shape import ModelShape
 from ebbtide.runtime.build import Parts
@@ -73,6 +74,7 @@ class Session:
         self.imagining, self.traces, self.planning = parts.imagining, parts.traces, parts.planning
         self.evaluations, self.outputs, self.waiting = parts.evaluations, parts.outputs, parts.waiting
         self.resting, self.unfreezing = parts.resting, parts.unfreezing
+        self.journal = self.store.traffic.journal
         self.pieces = 1
         """Of how many losses the gradients are the sum, beside `accumulate`: micro-batches that are one pass."""
         self._captured = 0
@@ -135,7 +137,7 @@ class Session:
                     self.room.begin_turn(evaluates=True)
                     before = self.room.claims.level, self.ledger.is_guess("device"), self.room.claims.outputs
                     self._make_room(call)
-            with self.data.in_pass(), self.interceptor.scope():
+            with self.journal.apart(EVALUATION), self.data.in_pass(), self.interceptor.scope():
                 yield
             if self.sharing is not None and not self.places.all_reside():
                 self.meet(EVALUATED, self.micro)  # a rank that is done serves those that still gather
@@ -165,9 +167,13 @@ class Session:
             level = self.homes.first_level(self.shape) if plan is None else planned
             self.room.raise_level(max(level, self.room.claims.level), guess=True)
 
-    @on_real_memory
     def begin_training(self, call: Call) -> None:
         """A training pass is about to run forward: find its plan, or the way to one."""
+        with self.journal.at(EBBTIDE):
+            self._begin_training(call)
+
+    @on_real_memory
+    def _begin_training(self, call: Call) -> None:
         self.reclaim()
         self.interceptor.watch_gradients()
         self.unfreezing.notice()
@@ -187,7 +193,8 @@ class Session:
         over = self.recording.take()
         if over is not None:
             self.traces.learn(over)
-        known = self._known = self.planning.find(call)
+        with self.journal.at(PLANNING):
+            known = self._known = self.planning.find(call)
         if self.sharing is not None:
             self.planning.begin_together(self.sharing, known, self.micro)
         plan = self.planning.adopt(known) if known is not None else None
@@ -315,7 +322,9 @@ class Session:
         self.room.claims.while_waiting = None
         try:
             with self.data.in_pass(), self.interceptor.scope(), self.recording.metered(by_node):
+                self.journal.turn_to(COMPUTING)
                 yield
+                self.journal.turn_to("")
             self.resting.built()
             if self.cursor.phase == RUNNING:
                 self.meet(FORWARD, self.micro)
@@ -361,6 +370,10 @@ class Session:
             self.room.hold(beside(old, plan.record.aside if plan is not None else 0), guess=True)
 
     def _finish_pass(self) -> None:
+        with self.journal.at(EBBTIDE):
+            self._end_pass()
+
+    def _end_pass(self) -> None:
         if self.resting.now:
             self.resting.finish(self.waiting.count)
         elif self._another and self.waiting.one_left and not self.cursor.off_track():
@@ -401,7 +414,8 @@ class Session:
     def meet(self, deed: int, number: int = 0) -> None:
         """Where ranks share the chunks, all of them are there."""
         if self.sharing is not None:
-            self.sharing.meet(deed, number)
+            with self.journal.at(RANKS):
+                self.sharing.meet(deed, number)
 
     def of_all_ranks(self, losses: list[torch.Tensor]) -> list[float]:
         """Of each rank the first that is not finite, if there is one; else its last. Some stages of a pipeline have

@@ -63,10 +63,11 @@ class DiskTraffic:
 class DiskEvent:
     """The end of a request."""
 
-    __slots__ = ("_error", "_flag", "_link", "_traffic")
+    __slots__ = ("_begun", "_ended", "_error", "_flag", "_link", "_traffic")
 
     def __init__(self, link: str, traffic: DiskTraffic) -> None:
         self._flag = threading.Event()
+        self._begun = self._ended = 0.0
         self._error: BaseException | None = None
         self._link = link
         self._traffic = traffic
@@ -90,8 +91,16 @@ class DiskEvent:
         """Waits, whatever became of it."""
         self._flag.wait()
 
+    def span(self) -> tuple[float, float] | None:
+        return (self._begun or self._ended, self._ended) if self._flag.is_set() else None
+
+    def begin(self) -> None:
+        """A thread comes to the request, or to another file's part of it."""
+        self._begun = self._begun or time.perf_counter()
+
     def set(self, error: BaseException | None) -> None:
         self._error = error
+        self._ended = time.perf_counter()
         self._flag.set()
 
 
@@ -252,6 +261,8 @@ class Lane:
             job.request.end_part(self._attempt([job], bounce))
 
     def _attempt(self, batch: list[DiskJob], bounce: int) -> BaseException | None:
+        for job in batch:
+            job.request.event.begin()
         try:
             if self._closed:
                 raise self._too_late()

@@ -10,7 +10,6 @@ for it.
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -295,9 +294,8 @@ class ActivationOffload:
             stored.recorder.shift(stored.size)
 
     def _wait(self, event: Event, link: str) -> None:
-        start = time.perf_counter()
-        event.wait()
-        self.traffic.stalls[link] += time.perf_counter() - start
+        with self.traffic.waiting(link):
+            event.wait()
 
     # -- books ----------------------------------------------------------------------------------------
 

@@ -106,13 +106,15 @@ class HostStore:
             self._ledger.reserve("host", TAG, count)
         self._held += count
         memory = self._backend.allocate("host", count)
-        self._traffic.count(TO_HOST, count)
-        return StoredActivation(self, number, count, self._backend.copy(memory, flat, TO_HOST), memory)
+        out = self._backend.copy(memory, flat, TO_HOST)
+        self._traffic.count(TO_HOST, count, None, TAG, [out])
+        return StoredActivation(self, number, count, out, memory)
 
     def fetch(self, copy: StoredActivation, flat: torch.Tensor) -> Event:
         assert copy.memory is not None
-        self._traffic.count(TO_DEVICE, copy.nbytes)
-        return self._backend.copy(flat, copy.memory, TO_DEVICE)
+        back = self._backend.copy(flat, copy.memory, TO_DEVICE)
+        self._traffic.count(TO_DEVICE, copy.nbytes, None, TAG, [back])
+        return back
 
     def release(self, copy: StoredActivation) -> None:
         assert copy.memory is not None
@@ -242,18 +244,20 @@ class SsdStore:
         planned = self._wanted.get(number) == count and number in self._places
         extents = self._places.pop(number) if planned else self._allocate(count)
         self._used += 1
-        self._count(count, TO_HOST, SSD_WRITE)
-        return StoredActivation(self, number, count, passage.put(flat, extents), extents=extents)
+        out = passage.put(flat, extents)
+        self._count(count, out, TO_HOST, SSD_WRITE)
+        return StoredActivation(self, number, count, out, extents=extents)
 
     def fetch(self, copy: StoredActivation, flat: torch.Tensor) -> Event:
         assert self._passage is not None
-        self._count(copy.nbytes, SSD_READ, TO_DEVICE)
-        return self._passage.get(flat, copy.extents)
+        back = self._passage.get(flat, copy.extents)
+        self._count(copy.nbytes, back, SSD_READ, TO_DEVICE)
+        return back
 
-    def _count(self, count: int, *links: str) -> None:
+    def _count(self, count: int, crossing: Event, *links: str) -> None:
         for link in links:
             if self._staged or link in (SSD_READ, SSD_WRITE):
-                self._store.traffic.count(link, count)
+                self._store.traffic.count(link, count, None, TAG, [crossing])
 
     def release(self, copy: StoredActivation) -> None:
         self._used -= 1

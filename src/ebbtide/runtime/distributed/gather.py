@@ -60,6 +60,9 @@ class _Gathering:
     def done(self) -> bool:
         return self._work.done()
 
+    def span(self) -> tuple[float, float] | None:
+        return self._work.span()
+
 
 class ChunkSharing:
     def __init__(

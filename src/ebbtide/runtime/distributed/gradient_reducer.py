@@ -286,7 +286,7 @@ class GradientReducer:
         else:
             size = current.crew.size
             count = current.whole.nbytes // size * (size - 1)
-            self._store.traffic.count(WIRE, count, current.index)
+            self._store.traffic.count(WIRE, count, current.index, GRAD, [current.work])
         if failed is not None:
             raise failed
 
@@ -297,7 +297,8 @@ class GradientReducer:
         if current is None:
             return False
         assert current.work is not None
-        failed = wait_for_all([current.work])
+        with self._store.traffic.waiting(WIRE, current.index):
+            failed = wait_for_all([current.work])
         self._let_go()
         if failed is not None:
             raise failed

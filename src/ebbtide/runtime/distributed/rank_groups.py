@@ -5,6 +5,7 @@ A crew is all ranks, or for experts that several ranks have, those that have the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,19 +25,25 @@ _crossings: dict[tuple[int, ...], tuple[Any, Stream]] = {}
 class Pending:
     """A collective under way."""
 
-    __slots__ = ("_ranks", "_work")
+    __slots__ = ("_begun", "_ended", "_ranks", "_work")
 
     def __init__(self, work: Any, ranks: Ranks) -> None:
         self._work, self._ranks = work, ranks
+        self._begun, self._ended = time.perf_counter(), 0.0
 
     def wait(self) -> None:
         with self._ranks.naming():
             self._ranks.wait(self._work)
+        self._ended = self._ended or time.perf_counter()
 
     synchronize = wait
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
+
+    def span(self) -> tuple[float, float] | None:
+        """As far as it is known: until it was first waited for."""
+        return (self._begun, self._ended) if self._ended else None
 
 
 class RankGroup:

@@ -13,7 +13,6 @@ lies where it was. A reader before the update gets it back from the master, and 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, SupportsFloat
@@ -25,6 +24,7 @@ from ebbtide.kernels import Kernels
 from ebbtide.memory.budget import Ledger
 from ebbtide.memory.chunk import Chunk, Slices, aligned, cut
 from ebbtide.memory.chunk_access import peek, portions
+from ebbtide.memory.journal import Here
 from ebbtide.memory.links import TO_HOST
 from ebbtide.planner.shape import GRAD
 from ebbtide.runtime.movement.eviction import Room
@@ -151,10 +151,11 @@ class HostDirect:
 
     def take(self, chunk: Chunk, place: Place, gradient: torch.Tensor, add: bool) -> SupportsFloat:
         """Copies or adds a gradient to the chunk's host copy; the sum of squares of the result."""
-        start = time.perf_counter()
-        found = self._move(chunk, place, gradient, add)
-        self._store.traffic.count(TO_HOST, place.numel * chunk.dtype.itemsize, chunk.index)
-        self._store.traffic.stalls[TO_HOST] += time.perf_counter() - start  # nothing is computed meanwhile
+        traffic, span = self._store.traffic, Here()
+        with traffic.waiting(TO_HOST, chunk.index):  # nothing is computed meanwhile
+            found = self._move(chunk, place, gradient, add)
+        nbytes = place.numel * chunk.dtype.itemsize
+        traffic.count(TO_HOST, nbytes, chunk.index, GRAD, [span.over()], span.begin)
         return found
 
     def _move(self, chunk: Chunk, place: Place, gradient: torch.Tensor, add: bool) -> SupportsFloat:

@@ -10,11 +10,15 @@ while its storage has more users than we gave it; the next event finds it releas
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
 from ebbtide.devices.real_memory import on_real_memory
 from ebbtide.memory.chunk import Chunk, Lease
+from ebbtide.memory.journal import EBBTIDE, GRADIENTS
 from ebbtide.memory.links import SSD_READ
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import BACKWARD, FORWARD, GRADIENT, UPDATE, event
@@ -28,6 +32,25 @@ from ebbtide.tracing.hooks import Unit
 from ebbtide.tracing.hooks.observer import SavedTensor
 from ebbtide.tracing.live_recorder import Recorder
 
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def told(hook: Hook) -> Hook:
+    """What PyTorch tells the executor, in the midst of the user's operators: on real memory, and in the journal."""
+    acts = on_real_memory(hook)
+
+    @wraps(hook)
+    def called(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        if not self.journal.on:
+            return acts(self, *args, **kwargs)
+        self.journal.enter(EBBTIDE)
+        try:
+            return acts(self, *args, **kwargs)
+        finally:
+            self.journal.leave()
+
+    return called  # type: ignore[return-value]
+
 
 class Executor:
     """The interceptor's observer."""
@@ -38,6 +61,7 @@ class Executor:
         self.data, self.store, self.ledger = places.data, places.store, places.store.ledger
         self.places, self.room, self.cursor = places, places.room, cursor
         self._updates, self._gradients = updates, gradients
+        self.journal = self.store.traffic.journal
         self.states = RunStates(self.data.run_names)
         self.lock = threading.RLock()
         self.recorder: Recorder | None = None
@@ -49,7 +73,7 @@ class Executor:
 
     # -- events ---------------------------------------------------------------------------------------
 
-    @on_real_memory
+    @told
     def enter(self, unit: Unit) -> None:
         with self.lock:
             self._tick(event(FORWARD, unit.index))
@@ -63,13 +87,13 @@ class Executor:
                     self._release(run, State.HOLD_AFTER_FWD)
                 raise
 
-    @on_real_memory
+    @told
     def leave(self, unit: Unit) -> None:
         with self.lock:
             for run in unit.runs:
                 self._release(run, self._after_forward())
 
-    @on_real_memory
+    @told
     def read(self, run: int, outside: bool) -> None:
         with self.lock:
             if outside:
@@ -80,7 +104,7 @@ class Executor:
             self._tick(event(BACKWARD, run))
             self._acquire(run, FORWARD)
 
-    @on_real_memory
+    @told
     def unread(self, run: int) -> None:
         with self.lock:
             self._release(run, self._after_forward())
@@ -97,7 +121,7 @@ class Executor:
                 self.leave_track(self.room.activations.surprise)
             return kept
 
-    @on_real_memory
+    @told
     def unpack(self, handle: SavedWeight) -> torch.Tensor:
         with self.lock:
             new = handle.run not in self._reversing
@@ -110,13 +134,14 @@ class Executor:
                 self._reversing.append(handle.run)
             return self.data.rebuild(handle)
 
-    @on_real_memory
+    @told
     def gradient(self, parameter: int) -> None:
         with self.lock:
             self._tick(event(GRADIENT, parameter))
             if self.recorder is not None:
                 self.recorder.arrival(parameter)
-            self._gradients.capture(parameter)
+            with self.journal.at(GRADIENTS):
+                self._gradients.capture(parameter)
 
     def updating(self, index: int) -> None:
         """The update of a chunk begins."""
@@ -194,6 +219,8 @@ class Executor:
             self.room.activations.moment()
         if self.cursor.on_track:
             self._follow(what)
+        if self.journal.events is not None:
+            self.journal.moment(what, self.cursor.position, self.ledger.tags, self.ledger.level["device"])
 
     def _catch_up(self) -> None:
         """Ends the updates that are over, and starts the moves that waited for them."""

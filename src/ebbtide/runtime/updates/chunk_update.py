@@ -290,7 +290,11 @@ class ChunkUpdates:
                 rows = [list(chunk.slices(tier, offset, count)) for chunk in copies]
                 yield from self._pieces(index, [*rows, part.gradient], part.segment)
 
-        self.kernels[tier].update_all(self.rule, pieces())
+        self._update_all(tier, index, pieces())
+
+    def _update_all(self, tier: str, index: int, pieces: Iterable[Piece]) -> None:
+        with self.store.traffic.journal.updating(index, tier):
+            self.kernels[tier].update_all(self.rule, pieces)
 
     def stream(self, tier: str, index: int, parts: Sequence[Part], values: Chunk | None = None) -> None:
         """The same, with state that comes from SSD in pieces and goes back."""
@@ -312,7 +316,7 @@ class ChunkUpdates:
                     gradient = _between(part.gradient, common.offset - part.segment.offset, common.count)
                     copy = list(param.slices(tier, common.offset, common.count))
                     pieces = self._pieces(index, [copy, *states, gradient], common)
-                    self.kernels[tier].update_all(self.rule, pieces)
+                    self._update_all(tier, index, pieces)
                 done = True
             finally:
                 stream.give(slot, changed=done)

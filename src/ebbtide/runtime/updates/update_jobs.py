@@ -16,6 +16,7 @@ from ebbtide.devices import Event
 from ebbtide.devices.cpu_device import CopyEvent
 from ebbtide.errors import StateError
 from ebbtide.memory.chunk import Chunk
+from ebbtide.memory.journal import UPDATE_WAIT, Journal
 
 
 class _JobHandle:
@@ -65,10 +66,11 @@ class UpdateJob:
         finish: Callable[[bool], None],
         failed: Callable[[BaseException], None],
         taken: Callable[[UpdateJob], bool],
+        journal: Journal,
     ) -> None:
         """`needs`: what must be over, where the chunks are there or on their way, or else what brings them. `taken`:
         whether the other thread has the job or will get to it, which it sees to."""
-        self._chunks = chunks
+        self._chunks, self._journal = chunks, journal
         self._bring: Bring | None = needs if callable(needs) else None
         self._waits: Sequence[Event] = () if callable(needs) else needs
         self.bringing = False
@@ -164,7 +166,8 @@ class UpdateJob:
     def _end(self) -> tuple[BaseException | None, BaseException | None]:
         """What the job raised, and what interrupted this."""
         if self._event is not None and self._taken(self):
-            interrupt = self._event.outlast()
+            with self._journal.at(UPDATE_WAIT, self.index):
+                interrupt = self._event.outlast()
             return self._event.error, interrupt
         try:
             self.run()

@@ -84,7 +84,8 @@ class UpdateQueue:
         at_once: bool = False,
     ) -> None:
         """A job may come before what it works on has room: with what brings that, as soon as others have left."""
-        job = UpdateJob(chunks, needs, work, finish, self._fail, self._taken)
+        journal = self._store.traffic.journal
+        job = UpdateJob(chunks, needs, work, finish, self._fail, self._taken, journal)
         if at_once or not self._background:
             job.settle()
             return

@@ -1,0 +1,265 @@
+"""`engine.record`: what a run keeps of itself while it trains, and which of its steps it keeps in full."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ebbtide.engine.core import EngineCore
+from ebbtide.engine.recorded_step import plain_step
+from ebbtide.engine.run_facts import run_facts
+from ebbtide.engine.stepping import StepResult
+from ebbtide.errors import StateError, warn_user
+from ebbtide.memory.journal import LOOP, RECORDING, StepEvents
+from ebbtide.planner.plans import Plan
+from ebbtide.report.run_folder import MOST_STEPS, RunWriter, rank_folder
+
+IN_FULL = (1, 4)
+"""Steps of a plan after which the next one is recorded in full: as soon as it runs steadily, and once more."""
+PAGE_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Full:
+    """A step that was recorded, whose last moves may still be under way."""
+
+    number: int
+    events: StepEvents
+    plan: Plan | None
+    facts: dict[str, Any]
+
+
+class Recording:
+    """The writer of a run's folder. `engine.record` makes it, `engine.close` ends it."""
+
+    def __init__(self, core: EngineCore, folder: str | Path) -> None:
+        self._core, self._session = core, core.session
+        self._journal, self._traffic = self._session.journal, self._session.store.traffic
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.folder = rank_folder(Path(folder), rank)
+        self._writer: RunWriter | None = RunWriter(self.folder, core.steps)
+        self._facts = {"started": _now(), **run_facts(core)}
+        self._line: dict[str, Any] | None = None
+        """Of the last step; it is written as soon as another one begins, or something is added to it."""
+        self._losses: list[torch.Tensor] = []
+        self._tokens = 0
+        self._plans: list[tuple[Callable[[], Plan | None], int]] = []
+        """Those that steps ran by, and how many did."""
+        self._full: _Full | None = None
+        self._kept = 0
+        self._traces, self._diverged = self._session.traces.count, self._session.cursor.diverged
+        self._journal.open()
+        self._mark = self._look()
+        self._say()
+        if core.steps:
+            self.mark("resumed")
+
+    # -- what the loop says ---------------------------------------------------------------------------
+
+    def add(self, **facts: Any) -> None:
+        """Has something to say of the last step: its line is written with it."""
+        if self._line is not None:
+            self._line |= facts
+            self._write_line()
+
+    def mark(self, event: str, **facts: Any) -> None:
+        """Something happened after the last step: "evaluated", "checkpoint", or what you like."""
+        self._write_line()
+        self._guarded(lambda writer: writer.line({"event": event, "step": self._core.steps, **facts}))
+
+    def describe(self, **facts: Any) -> None:
+        """Of the run as a whole: what it was asked for, what it came to."""
+        self._facts |= facts
+        self._say()
+
+    def add_earlier(self, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Steps that the run took in another folder, before this one was its."""
+        if self._writer is not None:
+            there = self._writer.steps_before
+            for step in steps:
+                if step["step"] not in there:
+                    self._guarded(lambda writer, line=step: writer.line(line))
+
+    # -- what the engine says -------------------------------------------------------------------------
+
+    def saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A training pass was given this."""
+        self._tokens += tokens_in((*args, *kwargs.values()))
+
+    def before_step(self) -> None:
+        self._losses = list(self._core.losses) if self._core.losses_known else []
+
+    def after_step(self, result: StepResult) -> None:
+        if self._writer is None or not (result.updated or result.skipped):
+            return
+        self._journal.turn_to(RECORDING)
+        self._write_line()
+        self._write_full()
+        self._journal.turn_to(LOOP)
+        before, now = self._mark, self._look()
+        self._mark = now
+        losses = [float(loss) for loss in self._losses]
+        seconds = {cause: now.causes[cause] - before.causes.get(cause, 0.0) for cause in now.causes}
+        self._line = line = {
+            "step": self._core.steps if result.updated else self._core.steps + 1,
+            "time": round(time.time(), 3),
+            "loss": sum(losses) / len(losses) if losses else None,
+            "lr": self._core.optimizer.param_groups[0]["lr"],
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "seconds": now.at - before.at,
+            "tokens": self._tokens,
+            "causes": {cause: spent for cause, spent in seconds.items() if spent},
+            "charges": now.charged - before.charged,
+            "bytes": {link: count - before.moved[link] for link, count in now.moved.items()},
+            "peak": dict(self._session.ledger.peak),
+            "budget": dict(self._session.ledger.budgets),
+            "rss": _resident_bytes(),
+        }
+        self._losses, self._tokens = [], 0
+        self._note_plan(line)
+        self._next_in_full()
+
+    def _look(self) -> _Mark:
+        journal = self._journal
+        return _Mark(time.perf_counter(), dict(journal.seconds), dict(self._traffic.moved), journal.charged)
+
+    def _note_plan(self, line: dict[str, Any]) -> None:
+        """Whether this step was traced, or left its plan."""
+        traces, cursor = self._session.traces.count, self._session.cursor
+        if traces != self._traces:
+            line["traced"] = traces - self._traces
+        if cursor.diverged and cursor.diverged != self._diverged:
+            line["left_plan"] = cursor.diverged
+        self._traces, self._diverged = traces, cursor.diverged
+
+    # -- steps in full --------------------------------------------------------------------------------
+
+    def _next_in_full(self) -> None:
+        """Ends what was recorded of this step, and begins with the next one where its plan is worth it."""
+        journal, plan, line = self._journal, self._session.cursor.plan, self._line
+        events, journal.events = journal.events, None
+        if events is not None and line is not None:
+            self._session.backend.time_copies(False)
+            events.end = self._mark.at
+            self._full = _Full(line["step"], events, plan, dict(line))
+        if self._steps_of(plan) in IN_FULL and self._kept < MOST_STEPS:
+            self._kept += 1
+            self._session.backend.time_copies(True)
+            journal.events = events = StepEvents(self._mark.at)
+            journal.note_levels(self._session.ledger.tags, self._session.ledger.level["device"])
+
+    def _steps_of(self, plan: Plan | None) -> int:
+        """How many steps ran by this plan, this one among them; without a plan all of them are of one."""
+        for place, (known, count) in enumerate(self._plans):
+            if known() is plan:
+                self._plans[place] = known, count + 1
+                return count + 1
+        self._plans.append((_no_plan if plan is None else weakref.ref(plan), 1))
+        return 1
+
+    def _write_full(self) -> None:
+        full, self._full = self._full, None
+        if full is not None:
+            content = plain_step(full.events, full.plan, full.facts)
+            self._guarded(lambda writer: writer.step(full.number, content))
+
+    # -- files ----------------------------------------------------------------------------------------
+
+    def _write_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            found = {key: value for key, value in line.items() if value is not None}
+            self._guarded(lambda writer: writer.line(found))
+
+    def _say(self) -> None:
+        self._guarded(lambda writer: writer.describe(self._facts))
+
+    def _guarded(self, write: Any) -> None:
+        """A disk that is full ends the recording, and not the training."""
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            self._give_up()
+            warn_user(
+                f"record: {self.folder} cannot be written to any more ({error.strerror}); training goes on, and what it "
+                "does from here on is not recorded. Free some space, and call engine.record() again"
+            )
+
+    def _give_up(self) -> None:
+        writer, self._writer = self._writer, None
+        self._journal.close()
+        if writer is not None:
+            writer.close()
+
+    def close(self) -> None:
+        """Writes what is left. It can be called again."""
+        if self._writer is None:
+            return
+        if self._journal.events is not None:
+            self._session.backend.time_copies(False)
+            self._journal.events = None
+        self._write_full()
+        self._write_line()
+        self.describe(ended=_now())
+        self._give_up()
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The counts at a step's end."""
+
+    at: float
+    causes: dict[str, float]
+    moved: dict[str, int]
+    charged: int
+
+
+def _no_plan() -> None:
+    """In place of a reference to a plan."""
+
+
+def record(core: EngineCore, folder: str | Path, before: Recording | None) -> Recording:
+    """`before`: what this engine records now, which ends."""
+    core.check()
+    if core.session.micro:
+        raise StateError(
+            "engine.record() in the middle of a step: call it before the first pass, or after step()"
+        )
+    if before is not None:
+        before.close()
+    return Recording(core, folder)
+
+
+def tokens_in(values: Iterable[Any]) -> int:
+    """Elements of the first tensor of whole numbers with rows: the tokens of a batch. 0 where there is none."""
+    for value in values:
+        if isinstance(value, Mapping):
+            found = tokens_in(value.values())
+            if found:
+                return found
+        elif isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() > 1:
+            return value.numel()
+    return 0
+
+
+def _resident_bytes() -> int | None:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE_BYTES
+    except OSError:
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,254 @@
+"""`engine.record`: the folder says what the run did, byte for byte, and recording changes nothing of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ebbtide
+import zoo
+from ebbtide.engine import recording as module
+from ebbtide.errors import ConfigError, EbbtideWarning, StateError
+from ebbtide.memory import journal
+from ebbtide.report.run_folder import RunWriter
+from group import group_of
+from harness import batch_of, config_of
+
+STEPS = 7
+SMALL = {"device": {"memory": 2_500_000}, "host": {"memory": 6_000_000}}
+NAME = "gpt2"
+
+
+def settings_of(**settings: Any) -> dict[str, Any]:
+    if settings.get("updates") == "in-backward":
+        settings["clip"] = None
+    return config_of(precision="fp32", **settings)
+
+
+def loss_of(engine: ebbtide.Engine, number: int) -> torch.Tensor:
+    return engine(**batch_of(NAME, number, torch.float32, "cpu")).loss
+
+
+def train(folder: Path | None, steps: int = STEPS, **settings: Any) -> tuple[str, dict[str, Any]]:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**settings))
+    try:
+        recording = None if folder is None else engine.record(folder)
+        for number in range(steps):
+            loss = loss_of(engine, number)
+            engine.backward(loss)
+            engine.step()
+            if recording is not None and number == 3:
+                recording.add(accuracy=0.5)
+                recording.mark("evaluated", valid_loss=1.5)
+        return engine.weights_sha256(), engine.stats()
+    finally:
+        engine.close()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def full_steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(gzip.decompress(path.read_bytes())) for path in sorted((folder / "steps").iterdir())]
+
+
+def check_folder(folder: Path, moved: dict[str, int], steps: int = STEPS) -> None:
+    """What the lines say adds up to what moved; what is in full adds up to what its line says."""
+    every = lines(folder)
+    found = [line for line in every if "event" not in line]
+    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    for link in found[0]["bytes"]:
+        assert sum(line["bytes"][link] for line in found) <= moved[link]
+    whole = full_steps(folder)
+    assert whole, "no step was recorded in full"
+    for step in whole:
+        line = found[step["step"] - 1]
+        assert step["bytes"] == line["bytes"] and step["causes"] == line["causes"] and not step["lost"]
+        for link, count in line["bytes"].items():
+            rows = [row for row in step["moves"] if row[0] == link]
+            assert sum(row[3] for row in rows) == count
+            for _, _, _, _, issued, begin, end in rows:
+                assert begin is None or (issued <= end and begin <= end)
+        check_pieces(step)
+        positions = [row[3] for row in step["moments"]]
+        assert len(positions) == len(set(positions))
+        budget = line["budget"]
+        for _, tier, tags, non_model in step["levels"]:
+            assert sum(tags.values()) + non_model <= budget[tier], (tier, tags, non_model)
+
+
+def check_pieces(step: dict[str, Any]) -> None:
+    """Pieces of one depth do not overlap, and those of a deeper one lie within one above; without what is nested in them
+    they add up to the causes' seconds."""
+    own: dict[str, float] = {}
+    above: list[tuple[str, float, float]] = []
+    for cause, begin, end, depth, _ in sorted(step["spans"], key=lambda row: (row[1], row[3])):
+        assert begin <= end
+        del above[depth:]
+        if depth:
+            assert len(above) == depth and above[-1][1] <= begin and end <= above[-1][2] + 1e-6
+            own[above[-1][0]] -= end - begin
+        own[cause] = own.get(cause, 0.0) + end - begin
+        above.append((cause, begin, end))
+    for cause, seconds in step["causes"].items():
+        assert own.get(cause, 0.0) == pytest.approx(seconds, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        SMALL,
+        {**SMALL, "updates": "in-backward"},
+        {**SMALL, "accumulate": 2},
+        {**SMALL, "updates": "lock-free"},
+        {**SMALL, "offload_activations": "all"},
+    ],
+    ids=["everything fits", "budget", "in backward", "accumulate", "lock-free", "activations"],
+)
+def test_the_folder_says_what_moved_and_the_bits_are_the_same(settings: Any, tmp_path: Path) -> None:
+    steps = STEPS // settings.get("accumulate", 1)
+    sha, stats = train(tmp_path / "run", **settings)
+    plain, _ = train(None, **settings)
+    if settings.get("updates") != "lock-free":
+        assert sha == plain
+    check_folder(tmp_path / "run", stats["moved_bytes"], steps)
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_on_ssd(updates: str, folder: Path, tmp_path: Path) -> None:
+    ssd = {"device": {"memory": 2_500_000}, "host": {"memory": 1_800_000}}
+    ssd |= {"ssd": {"folder": str(folder), "memory": "64MB"}}
+    sha, stats = train(tmp_path, updates=updates, **ssd)
+    assert stats["moved_bytes"]["ssd_read"] and sha == train(None, updates=updates, **ssd)[0]
+    check_folder(tmp_path, stats["moved_bytes"])
+    assert any(
+        row[0] == "ssd_read" and row[5] is not None for step in full_steps(tmp_path) for row in step["moves"]
+    )
+
+
+def test_what_the_loop_says_is_there(tmp_path: Path) -> None:
+    train(tmp_path, **SMALL)
+    found = lines(tmp_path)
+    assert found[3]["accuracy"] == 0.5
+    assert found[4] == {"event": "evaluated", "step": 4, "valid_loss": 1.5}
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["format"] == 1 and run["ended"] >= run["started"]
+    rows = {row["setting"]: row for row in run["settings"]}
+    assert rows["device.memory"]["resolved"] == "2500000" and rows["device.memory"]["why"] == "as asked"
+    assert rows["eviction"]["why"] == "the default"
+    assert run["model"]["chunks"] and run["model"]["units"] and run["machine"]["torch"] == torch.__version__
+
+
+def test_tokens_are_the_elements_of_the_first_whole_numbers() -> None:
+    ids = torch.zeros(3, 5, dtype=torch.int64)
+    assert module.tokens_in([torch.zeros(2, 2), {"a": None, "ids": ids}]) == 15
+    assert module.tokens_in([torch.zeros(2, 2), 7]) == 0
+
+
+def test_a_run_that_goes_on_has_its_lines_before(tmp_path: Path) -> None:
+    """What a killed run left of later steps, and a line that was cut, are gone."""
+    train(tmp_path, steps=6, **SMALL)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 1.')
+    writer = RunWriter(tmp_path, 4)
+    writer.line({"step": 5, "loss": 0.0})
+    assert writer.steps_before == {1, 2, 3, 4}
+    writer.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4, 5]
+    assert all(int(path.name[:6]) <= 4 for path in (tmp_path / "steps").iterdir())
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, 0)
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    with pytest.raises(ConfigError, match=r"another run writes to .* now; wait for its end"):
+        engine.record(tmp_path)
+    writer.close()
+    engine.record(tmp_path)
+    engine.record(tmp_path)  # the same engine again: the recording before it ends
+    engine.close()
+    RunWriter(tmp_path, 0).close()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        RunWriter(tmp_path / "file", 0)
+
+
+def test_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(StateError, match="before the first pass, or after step"):
+        engine.record(tmp_path)
+    engine.close()
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = RunWriter.line
+
+    def full(self: RunWriter, facts: Any) -> None:
+        if facts["step"] == 3:
+            raise OSError(28, "No space left on device")
+        line(self, facts)
+
+    plain, _ = train(None, **SMALL)
+    monkeypatch.setattr(RunWriter, "line", full)
+    with pytest.warns(EbbtideWarning, match="cannot be written to any more .No space left on device"):
+        sha, _ = train(tmp_path, **SMALL)
+    assert sha == plain and [one["step"] for one in lines(tmp_path)] == [1, 2]
+    RunWriter(tmp_path, 0).close()  # nobody holds it
+
+
+def test_many_plans_leave_few_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_STEPS", 2)
+    monkeypatch.setattr(journal, "MOST", 60)
+    train(tmp_path, steps=9, **SMALL)
+    found = full_steps(tmp_path)
+    assert len(found) == 2
+    for step in found:
+        assert sum(len(step[rows]) for rows in ("moments", "spans", "moves", "updates", "levels")) <= 60
+        assert step["lost"] > 0
+
+
+def test_a_loss_that_the_engine_was_not_given_is_not_made_up(tmp_path: Path) -> None:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.record(tmp_path)
+    for number in range(2):
+        loss = loss_of(engine, number)
+        loss.backward() if number else engine.backward(loss)
+        engine.step()
+    engine.close()
+    assert ["loss" in line for line in lines(tmp_path)] == [True, False]
+
+
+def _on_ranks(folder: str) -> int:
+    rank = dist.get_rank()
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.record(folder)
+    for number in range(STEPS):
+        engine.backward(loss_of(engine, 2 * number + rank))
+        engine.step()
+    moved = dict(engine.stats()["moved_bytes"])
+    engine.close()
+    own = Path(folder) if rank == 0 else Path(folder) / f"rank-{rank}"
+    check_folder(own, moved)
+    found: int = json.loads((own / "run.json").read_text())["rank"]
+    return found
+
+
+def test_each_rank_has_a_folder(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert group_of(2).run(_on_ranks, str(tmp_path)) == [0, 1]
