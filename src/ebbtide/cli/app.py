@@ -23,6 +23,7 @@ from ebbtide.cli.bench import bench
 from ebbtide.cli.demo import demo
 from ebbtide.cli.doctor import doctor
 from ebbtide.cli.plan import plan
+from ebbtide.cli.report import report
 from ebbtide.cli.settings import spelled_out
 from ebbtide.cli.train import train
 from ebbtide.errors import EbbtideError, EbbtideWarning, nearest
@@ -57,6 +58,7 @@ app.command()(plan)
 app.add_typer(bench, name="bench")
 app.command()(demo)
 app.command()(doctor)
+app.command()(report)
 
 BAD_INPUT = 2
 PACKAGE = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,15 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
+def _chunks_of(session: Session, runs: Sequence[int]) -> list[int]:
+    return sorted({chunk for run in runs for chunk in session.data.run_chunks[run]})
+
+
 def _model(session: Session) -> dict[str, Any]:
     data = session.data
     _, _, units = find_units(session.module, data.parameters)
     names = {unit.index: unit.name for _, unit in units}
+    runs = {unit.index: unit.runs for _, unit in units}
     outside = session.unmanaged.parameters
     return {
         "class": type(session.module).__name__,
@@ -150,6 +155,10 @@ def _model(session: Session) -> dict[str, Any]:
         "tensors": list(data.names),
         "units": [names.get(index, f"unit {index}") for index in range(1 + max(names, default=-1))],
         "runs": list(data.run_names),
+        "unit_chunks": [
+            _chunks_of(session, runs.get(index, ())) for index in range(1 + max(names, default=-1))
+        ],
+        "run_chunks": [sorted(set(found)) for found in data.run_chunks],
         "chunks": [
             {"bytes": data.parameter_chunk(index).nbytes, "tensors": list(members)}
             for index, members in enumerate(data.members)

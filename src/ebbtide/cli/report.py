@@ -1,0 +1,34 @@
+"""`ebbtide report`: a run's folder as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+
+def report(
+    run: Annotated[
+        Path, Argument(help="The folder of a run: --out of `ebbtide train`, or of engine.record().")
+    ],
+    out: Annotated[Path | None, Option(help="The page's file; left out, report.html in the folder.")] = None,
+    json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Write a page of what a run did: its verdict, tide, schedule, curves and settings."""
+    from ebbtide.cli.output import print_json, say
+    from ebbtide.report.build_page import figures_of, write_page
+    from ebbtide.report.run_files import read_run
+    from ebbtide.report.run_folder import PAGE
+
+    files = read_run(run)
+    for problem in files.problems:
+        say(problem)
+    found = figures_of(files)
+    path = run / PAGE if out is None else out
+    write_page(found, path)
+    if json:
+        print_json({"page": str(path), "verdict": found["verdict"]["sentence"], "problems": files.problems})
+    else:
+        say(found["verdict"]["sentence"])
+        say(f"the page is {path}: open it in a browser")

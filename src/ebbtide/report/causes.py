@@ -1,0 +1,59 @@
+"""Where a step's time goes: the causes' names for people, and what each of them means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    name: str
+    meaning: str
+    waits: bool = False
+    """The computation stands still for it."""
+
+
+UNEXPLAINED = "unexplained"
+CAUSES = {
+    "computing": Cause("computing", "the model's forward and backward, with autograd between our hooks"),
+    "loop": Cause("the loop", "your code between ebbtide's calls: the next batch, the loss, logging"),
+    "ebbtide": Cause("ebbtide", "our own work between operators: books, starting moves, ending updates"),
+    "gradients": Cause("gradients", "taking each gradient into its chunk, with its norm"),
+    "planning": Cause("planning", "finding the plan of a pass; the first of a kind is imagined and planned"),
+    "updates": Cause("updates", "the optimizer's arithmetic on the thread that trains"),
+    "host_to_device": Cause(
+        "waiting: host to device", "a chunk was wanted that is on its way from the host", True
+    ),
+    "device_to_host": Cause(
+        "waiting: device to host", "a chunk had to be gone before another had room", True
+    ),
+    "ssd_read": Cause("waiting: SSD reads", "something was wanted that is on its way from SSD", True),
+    "ssd_write": Cause("waiting: SSD writes", "something had to be on SSD before its room was free", True),
+    "wire": Cause(
+        "waiting: other ranks' slices", "a gather, or an exchange of gradients, was not over", True
+    ),
+    "ranks": Cause("waiting: other ranks", "the other ranks had not come to the same point", True),
+    "update_wait": Cause(
+        "waiting: updates", "an update beside the computation had a chunk that was wanted", True
+    ),
+    "device_wait": Cause(
+        "waiting: the device", "the gradients' norm: the host waits until backward is over", True
+    ),
+    "evaluation": Cause("evaluation", "passes without gradients"),
+    "saving": Cause("saving", "writing a checkpoint, or copying what is to be written"),
+    "recording": Cause("recording", "writing this run's folder"),
+    UNEXPLAINED: Cause("unexplained", "what the step took and none of the clocks above has seen"),
+}
+ASIDE = ("evaluation", "saving", "recording")
+"""Between steps: they count in no step's rate."""
+LANES = {
+    "thread": "the thread that trains",
+    "updates": "updates",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "ssd_read": "SSD reads",
+    "ssd_write": "SSD writes",
+    "wire": "wire to other ranks",
+}
+RESOURCES = {"thread": "computing", "updates": "the updates' arithmetic"}
+"""What a lane is called as what bounds a step."""

@@ -1,0 +1,260 @@
+"""What the page shows, as plain data: lanes, tides, curves and tables, from a run's files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ebbtide.report.causes import ASIDE, CAUSES, LANES, RESOURCES, UNEXPLAINED
+from ebbtide.report.run_files import RunFiles
+
+POINTS = 2000
+"""Of a curve; a longer one is shown by the extremes of its stretches."""
+BARS = 60_000
+"""Of all lanes of a step that the page draws; the sums are of all."""
+NAMES = ("tensors", "units", "runs", "chunks", "outside", "unit_chunks", "run_chunks")
+CURVES = {
+    "loss": "loss",
+    "grad_norm": "norm of the gradient",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens a second",
+    "step_seconds": "seconds a step",
+    "rss": "resident memory of the process",
+}
+KINDS = {
+    "param": "parameters",
+    "whole": "parameters, gathered",
+    "grad": "gradients",
+    "whole_grad": "gradients, gathered",
+    "master": "optimizer state",
+    "momentum": "optimizer state",
+    "variance": "optimizer state",
+    "activations": "activations",
+    "non-model": "activations and what else is not model data",
+}
+"""Categories of the tide, by tag; another tag is a buffer, under its own name."""
+
+
+def figures(run: RunFiles) -> dict[str, Any]:
+    recorded = [recorded_step(one, step) for one in run.everyone for step in one.recorded]
+    return {
+        "title": title(run),
+        "facts": _facts(run),
+        "problems": list(run.problems),
+        "recorded": recorded,
+        "curves": curves(run.steps),
+        "links": link_curves(run.steps),
+        "events": [_event(one) for one in [*run.events, *_traces(run.steps)]],
+        "settings": run.facts.get("settings", []),
+        "machine": run.facts.get("machine", {}),
+        "result": run.facts.get("result", {}),
+        "task": run.facts.get("task", {}),
+        "model": _names(run),
+        "causes": {key: [cause.name, cause.meaning, cause.waits] for key, cause in CAUSES.items()},
+        "lanes": LANES,
+        "kinds": KINDS,
+    }
+
+
+def title(run: RunFiles) -> str:
+    model = run.facts.get("model", {})
+    name = run.facts.get("task", {}).get("model") or model.get("class") or "a run"
+    count = model.get("parameters")
+    return f"{name}, {count / 1e6:,.4g} million parameters" if count else str(name)
+
+
+def _facts(run: RunFiles) -> dict[str, Any]:
+    keep = ("ebbtide", "commit", "command", "started", "ended", "ranks", "budgets")
+    return {"folder": str(run.folder), **{key: run.facts[key] for key in keep if key in run.facts}}
+
+
+def _names(run: RunFiles) -> dict[str, Any]:
+    """Names by number, which the recorded steps refer to."""
+    model = run.facts.get("model", {})
+    return {key: model.get(key, []) for key in NAMES}
+
+
+# -- a recorded step ----------------------------------------------------------------------------------
+
+
+def recorded_step(run: RunFiles, step: Mapping[str, Any]) -> dict[str, Any]:
+    seconds = float(step["seconds"])
+    segments = flat(step["spans"])
+    lanes: dict[str, list[list[Any]]] = {
+        "thread": segments,
+        "updates": [],
+        **{lane: [] for lane in step["bytes"]},
+    }
+    for chunk, tier, begin, end, beside in step["updates"]:
+        lanes["updates"].append([begin, end, chunk, tier, 0, beside])
+    for link, chunk, kind, nbytes, issued, begin, end in step["moves"]:
+        begin, known = (issued, 0) if begin is None else (begin, 1)
+        end = min(begin if end is None else end, seconds) if known else begin
+        lanes.setdefault(link, []).append([begin, end, -1 if chunk is None else chunk, kind, nbytes, known])
+    busy = {lane: busy_seconds(lane, rows) for lane, rows in lanes.items()}
+    counts = {lane: len(rows) for lane, rows in lanes.items() if lane != "thread"}
+    moments = [list(row) for row in step["moments"]]
+    over = sum(map(len, lanes.values())) - BARS
+    return {
+        "label": f"step {step['step']}" + (f", rank {run.rank}" if run.others or run.rank else ""),
+        "step": step["step"],
+        "rank": run.rank,
+        "seconds": seconds,
+        "causes": explained(step["causes"], seconds),
+        "bytes": step["bytes"],
+        "busy": busy,
+        "counts": counts,
+        "lanes": {lane: _widest(rows, over) for lane, rows in lanes.items() if rows},
+        "moments": moments,
+        "levels": step["levels"],
+        "budget": step.get("budget", {}),
+        "peak": step.get("peak", {}),
+        "plan": step.get("plan"),
+        "lost": step.get("lost", 0),
+    }
+
+
+def explained(causes: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """The causes with what they leave of the step."""
+    known = {cause: float(causes[cause]) for cause in CAUSES if causes.get(cause)}
+    known |= {cause: float(spent) for cause, spent in causes.items() if cause not in CAUSES}
+    return {**known, UNEXPLAINED: seconds - sum(known.values())}
+
+
+def flat(spans: Iterable[Sequence[Any]]) -> list[list[Any]]:
+    """The thread's time as segments side by side: of nested pieces the innermost is what it was at."""
+    found: list[list[Any]] = []
+    stack: list[tuple[Any, float, int]] = []
+    last = 0.0
+
+    def until(now: float) -> None:
+        nonlocal last
+        if stack and now > last:
+            cause, _, chunk = stack[-1]
+            found.append([max(0.0, last), now, chunk, cause, 0, 1])
+        last = max(last, now)
+
+    for cause, begin, end, depth, chunk in sorted(spans, key=lambda row: (row[1], row[3])):
+        while len(stack) > depth:
+            until(stack[-1][1])
+            stack.pop()
+        until(begin)
+        last = max(last, begin)
+        stack.append((cause, end, chunk))
+    while stack:
+        until(stack[-1][1])
+        stack.pop()
+    return [row for row in found if row[1] > 0]
+
+
+def busy_seconds(lane: str, rows: Sequence[Sequence[Any]]) -> float:
+    """How long a lane was at work, whatever ran side by side in it; the thread's: at computing."""
+    total, last = 0.0, 0.0
+    for begin, end, _, kind, *_ in sorted(rows, key=lambda row: row[0]):
+        if lane == "thread" and kind not in ("computing", "gradients", "updates"):
+            continue
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total
+
+
+def _widest(rows: list[list[Any]], over: int) -> list[list[Any]]:
+    """Where there are too many to draw, the longest of them."""
+    if over <= 0:
+        return rows
+    kept = sorted(rows, key=lambda row: row[0] - row[1])[: max(1000, len(rows) - over)]
+    return sorted(kept, key=lambda row: row[0])
+
+
+# -- curves -------------------------------------------------------------------------------------------
+
+
+def own_seconds(line: Mapping[str, Any]) -> float:
+    """Of a step, without what came between it and the one before."""
+    aside = sum(line.get("causes", {}).get(cause, 0.0) for cause in ASIDE)
+    return max(1e-9, float(line.get("seconds", 0.0)) - aside)
+
+
+def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """By curve: its points, (step, value)."""
+    found: dict[str, list[list[float]]] = {}
+    for name in CURVES:
+        points = []
+        for line in steps:
+            value = _value(name, line)
+            if isinstance(value, int | float):
+                points.append([line["step"], value])
+        if points:
+            found[name] = thinned(points)
+    return found
+
+
+def _value(name: str, line: Mapping[str, Any]) -> Any:
+    if name == "tokens_per_second":
+        return line["tokens"] / own_seconds(line) if line.get("tokens") and "seconds" in line else None
+    if name == "step_seconds":
+        return own_seconds(line) if "seconds" in line else None
+    return line.get(name)
+
+
+def link_curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """By link: the bytes that each step moved over it."""
+    links = dict.fromkeys(link for line in steps for link, count in line.get("bytes", {}).items() if count)
+    return {
+        link: thinned([[line["step"], line["bytes"].get(link, 0)] for line in steps if "bytes" in line])
+        for link in links
+    }
+
+
+def thinned(points: list[list[float]]) -> list[list[float]]:
+    """Of each stretch the lowest and the highest, in their order."""
+    if len(points) <= POINTS:
+        return points
+    width = -(-2 * len(points) // POINTS)
+    found = []
+    for first in range(0, len(points), width):
+        stretch = points[first : first + width]
+        ends = {id(one): one for one in (min(stretch, key=_height), max(stretch, key=_height))}
+        found += sorted(ends.values(), key=lambda point: point[0])
+    return found
+
+
+def _height(point: Sequence[float]) -> float:
+    return point[1]
+
+
+def _event(line: Mapping[str, Any]) -> dict[str, Any]:
+    facts = {key: value for key, value in line.items() if key not in ("event", "step")}
+    return {"event": str(line["event"]), "step": line["step"], "facts": facts}
+
+
+def _traces(steps: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Steps that were traced, or left their plan: they are events, too."""
+    found: list[dict[str, Any]] = []
+    for line in steps:
+        if line.get("traced"):
+            found.append({"event": "traced", "step": line["step"]})
+        if line.get("left_plan"):
+            found.append({"event": "left its plan", "step": line["step"], "why": line["left_plan"]})
+    return found
+
+
+# -- sums ---------------------------------------------------------------------------------------------
+
+
+def steady(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Steps that were neither the first nor traced; all where there is no other."""
+    found = [
+        line for line in steps if line.get("step", 0) > 1 and not line.get("traced") and "seconds" in line
+    ]
+    return found or [line for line in steps if "seconds" in line]
+
+
+def median_seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    taken = [own_seconds(line) for line in steady(steps)]
+    return median(taken) if taken else None
+
+
+def resource(lane: str) -> str:
+    return RESOURCES.get(lane, LANES.get(lane, lane))
