@@ -19,8 +19,10 @@ from ebbtide.engine.run_facts import run_facts
 from ebbtide.engine.stepping import StepResult
 from ebbtide.errors import StateError, warn_user
 from ebbtide.memory.journal import LOOP, RECORDING, StepEvents
+from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.plans import Plan
 from ebbtide.report.run_folder import MOST_STEPS, RunWriter, rank_folder
+from ebbtide.report.what_if import Problem
 
 IN_FULL = (1, 4)
 """Steps of a plan after which the next one is recorded in full: as soon as it runs steadily, and once more."""
@@ -34,6 +36,7 @@ class _Full:
     number: int
     events: StepEvents
     plan: Plan | None
+    problem: Problem | None
     facts: dict[str, Any]
 
 
@@ -57,7 +60,7 @@ class Recording:
         self._kept = 0
         self._traces, self._diverged = self._session.traces.count, self._session.cursor.diverged
         self._journal.open()
-        self._mark = self._look()
+        self._mark = _Mark(time.perf_counter(), {}, dict(self._traffic.moved), 0)
         self._say()
         if core.steps:
             self.mark("resumed")
@@ -103,9 +106,8 @@ class Recording:
         self._journal.turn_to(RECORDING)
         self._write_line()
         self._write_full()
-        self._journal.turn_to(LOOP)
-        before, now = self._mark, self._look()
-        self._mark = now
+        plan, before = self._session.cursor.plan, self._mark
+        now, events = self._cut(plan)
         losses = [float(loss) for loss in self._losses]
         seconds = {cause: now.causes[cause] - before.causes.get(cause, 0.0) for cause in now.causes}
         self._line = line = {
@@ -126,11 +128,24 @@ class Recording:
         }
         self._losses, self._tokens = [], 0
         self._note_plan(line)
-        self._next_in_full()
+        if events is not None:
+            events.end = now.at
+            self._full = _Full(line["step"], events, plan, self._problem(plan), dict(line))
 
-    def _look(self) -> _Mark:
-        journal = self._journal
-        return _Mark(time.perf_counter(), dict(journal.seconds), dict(self._traffic.moved), journal.charged)
+    def _cut(self, plan: Plan | None) -> tuple[_Mark, StepEvents | None]:
+        """Between this step and the next: the counts, and this one's events where they were kept."""
+        journal, ledger = self._journal, self._session.ledger
+        in_full = self._steps_of(plan) in IN_FULL and self._kept < MOST_STEPS
+        self._kept += in_full
+        self._session.backend.time_copies(in_full)
+        events = StepEvents(time.perf_counter()) if in_full else None
+        journal.turn_to(LOOP)
+        moved, before = self._traffic.cut(events)
+        self._mark = mark = _Mark(time.perf_counter(), dict(journal.seconds), moved, journal.charged)
+        if events is not None:
+            events.begin = mark.at
+            journal.note_levels(ledger.tags, ledger.level["device"])
+        return mark, before
 
     def _note_plan(self, line: dict[str, Any]) -> None:
         """Whether this step was traced, or left its plan."""
@@ -143,19 +158,14 @@ class Recording:
 
     # -- steps in full --------------------------------------------------------------------------------
 
-    def _next_in_full(self) -> None:
-        """Ends what was recorded of this step, and begins with the next one where its plan is worth it."""
-        journal, plan, line = self._journal, self._session.cursor.plan, self._line
-        events, journal.events = journal.events, None
-        if events is not None and line is not None:
-            self._session.backend.time_copies(False)
-            events.end = self._mark.at
-            self._full = _Full(line["step"], events, plan, dict(line))
-        if self._steps_of(plan) in IN_FULL and self._kept < MOST_STEPS:
-            self._kept += 1
-            self._session.backend.time_copies(True)
-            journal.events = events = StepEvents(self._mark.at)
-            journal.note_levels(self._session.ledger.tags, self._session.ledger.level["device"])
+    def _problem(self, plan: Plan | None) -> Problem | None:
+        """What the planner was asked."""
+        if plan is None:
+            return None
+        config, traces = self._core.config, self._session.traces
+        offload = traces.offload if plan.away is not None else OFF
+        clip = config.clip is not None
+        return Problem(traces.shape, traces.settings, plan.record, offload, config.resolved_master, clip)
 
     def _steps_of(self, plan: Plan | None) -> int:
         """How many steps ran by this plan, this one among them; without a plan all of them are of one."""
@@ -170,6 +180,7 @@ class Recording:
         full, self._full = self._full, None
         if full is not None:
             content = plain_step(full.events, full.plan, full.facts)
+            content["problem"] = None if full.problem is None else full.problem.plain()
             self._guarded(lambda writer: writer.step(full.number, content))
 
     # -- files ----------------------------------------------------------------------------------------

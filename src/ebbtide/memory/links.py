@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from ebbtide.devices.device import Event
-from ebbtide.memory.journal import Journal
+from ebbtide.memory.journal import Journal, StepEvents
 
 TO_DEVICE, TO_HOST, SSD_READ, SSD_WRITE, WIRE = LINKS = (
     "host_to_device",
@@ -54,8 +54,15 @@ class Traffic:
             self.moved[link] += nbytes
             if chunk is not None:
                 self._of_chunks[chunk, link] += nbytes
-        if self.journal.events is not None:
-            self.journal.move(link, nbytes, chunk, kind, issued, events)
+            if self.journal.events is not None:
+                self.journal.move(link, nbytes, chunk, kind, issued, events)
+
+    def cut(self, events: StepEvents | None) -> tuple[dict[str, int], StepEvents | None]:
+        """A step ends: what was moved until now, and the events that were kept of it. What comes is kept in `events`. No
+        move on another thread comes between."""
+        with self._lock:
+            before, self.journal.events = self.journal.events, events
+            return dict(self.moved), before
 
     @contextmanager
     def waiting(self, link: str, chunk: int = -1) -> Iterator[None]:

@@ -11,11 +11,29 @@ from ebbtide.report.page import page
 from ebbtide.report.run_files import RunFiles
 from ebbtide.report.run_folder import replace
 from ebbtide.report.run_verdict import run_verdict
+from ebbtide.report.what_if import WhatIf, what_if
 
 
 def figures_of(run: RunFiles) -> dict[str, Any]:
+    """Asks the planner what would change the last step that was recorded."""
     found = figures(run)
-    return {**found, "verdict": run_verdict(run, found["recorded"]).plain()}
+    asked = _asked_again(run)
+    if asked is not None:
+        shown = [one for one in found["recorded"] if one["rank"] == run.rank][-1]
+        if shown["plan"] is not None:
+            shown["plan"] = {**shown["plan"], "seconds": asked.seconds}
+    return {**found, "verdict": run_verdict(run, found["recorded"], asked).plain()}
+
+
+def _asked_again(run: RunFiles) -> WhatIf | None:
+    if not run.recorded:
+        return None
+    try:
+        kind = run.facts.get("machine", {}).get("device", "cpu")
+        return what_if(run.recorded[-1], kind, int(run.facts.get("ranks", 1)))
+    except (KeyError, TypeError, ValueError, LookupError) as error:
+        run.problems.append(f"the planner could not be asked again ({type(error).__name__}: {error})")
+        return None
 
 
 def write_page(found: dict[str, Any], path: Path) -> None:

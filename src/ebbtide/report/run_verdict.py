@@ -9,6 +9,7 @@ from typing import Any
 from ebbtide.report.causes import CAUSES
 from ebbtide.report.figures import median_seconds, resource, steady
 from ebbtide.report.run_files import RunFiles
+from ebbtide.report.what_if import WORTH, WhatIf
 from ebbtide.units import format_size
 
 ARITHMETIC = ("computing", "gradients", "updates")
@@ -29,8 +30,9 @@ class RunVerdict:
 
 
 def run_verdict(
-    run: RunFiles, recorded: Sequence[Mapping[str, Any]], lifts: Sequence[tuple[str, float]] = ()
+    run: RunFiles, recorded: Sequence[Mapping[str, Any]], asked: WhatIf | None = None
 ) -> RunVerdict:
+    """`asked`: what the planner says that would change a step."""
     seconds = median_seconds(run.steps)
     one = _last(recorded)
     numbers = _numbers(run, seconds)
@@ -56,11 +58,22 @@ def run_verdict(
     )
     text = f"A step takes {_time(seconds)}, {100 * share:.0f} % of the bound, which is {resource(lane)}"
     text += _waiting(one)
-    if lifts:
-        best = max(lifts, key=lambda lift: lift[1])
-        if best[1] > 1:
-            text += f"; {best[0]} would make a step {best[1]:.2f} times as fast"
-    return RunVerdict(text + ".", numbers, sorted(lifts, key=lambda lift: -lift[1]))
+    if asked is None:
+        return RunVerdict(text + ".", numbers, [])
+    return RunVerdict(text + _lifting(asked) + ".", numbers, asked.lifts)
+
+
+def _lifting(asked: WhatIf) -> str:
+    """A setting that costs more than it brings goes first; then what would make a step faster."""
+    if asked.costly:
+        setting, instead, factor = max(asked.costly, key=lambda row: row[2])
+        return (
+            f"; {setting} costs more than it brings: {instead} would make a step {factor:.2f} times as fast"
+        )
+    if asked.lifts and asked.lifts[0][1] >= WORTH:
+        change, factor = asked.lifts[0]
+        return f"; {change} would make a step {factor:.2f} times as fast"
+    return "; neither more memory nor another setting would make it faster by 3 %" if asked.lifts else ""
 
 
 def _last(recorded: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
