@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.cli.app import run as command
 from ebbtide.report.causes import CAUSES, LANES
 from pages import browser_path, browsing, last_full_step, lines_of, page_of, small_run
 
@@ -243,4 +244,20 @@ def test_a_run_without_a_recorded_step_has_its_curves(browser: Any, tmp_path: Pa
     found = Opened(browser, page_of(tmp_path))
     assert not found.errors and found.page.locator('[data-curve="loss"]').count() == 1
     assert "no step was recorded in full" in found.page.locator("#verdict").inner_text()
+    found.page.close()
+
+
+def test_a_forecast_opens_too(browser: Any, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    flags = ["plan", "--model", "gpt:layers=4,hidden=256,heads=4", "--machine", "v100-node", "--gpus", "2"]
+    assert command([*flags, "--report", str(page)]) == 0
+    found = Opened(browser, page)
+    found.page.locator("#tide-figure").focus()
+    found.page.keyboard.press("Home")
+    assert (
+        found.said().startswith("moment 0 (0 of the plan)")
+        and "device: " in found.said()
+        and not found.errors
+    )
+    assert "nothing was run" in found.page.locator("#verdict").inner_text()
     found.page.close()

@@ -203,3 +203,34 @@ def test_another_rank_has_its_steps_on_the_page(run: Path, kept: Path) -> None:
     assert any(problem.startswith("rank 1: run.json is missing") for problem in found.problems)
     text = page_of(run).read_text()
     assert ", rank 0" in text and ", rank 1" in text
+
+
+def test_a_forecast_has_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Planned and simulated, nothing run: its seconds and bytes are those of the JSON."""
+    page, plain = tmp_path / "plan.html", tmp_path / "plan.json"
+    flags = [
+        "plan",
+        "--model",
+        "gpt:layers=4,hidden=256,heads=4",
+        "--machine",
+        "v100-node",
+        "--gpus",
+        "2",
+        "--json",
+    ]
+    assert command([*flags, "--report", str(page)]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    found = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    [step] = found["recorded"]
+    assert (
+        found["simulated"]
+        and step["seconds"] == answer["step_seconds"]
+        and step["bytes"] == answer["moved_bytes"]
+    )
+    assert found["verdict"]["sentence"] == answer["verdict"]
+    assert sum(step["causes"].values()) == pytest.approx(answer["step_seconds"])
+    assert [row[0] for row in step["moments"]] == sorted(row[0] for row in step["moments"])
+    assert step["levels"] and any(row[1] == "forward" for row in step["moments"])
+    assert command([*flags, "--compare", "--report", str(page)]) == 2
+    assert "a page shows one forecast" in capfd.readouterr().err
+    assert command([*flags, "--report", str(plain)]) == 0 and json.loads(plain.read_text())["timelines"]

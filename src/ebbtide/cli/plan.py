@@ -22,6 +22,8 @@ MODEL = (
     "A name as for train, one of the families gpt-1b to gpt-68b and angel-gpt-..., angel-t5-..., or spelled: "
     "gpt:layers=78,hidden=4096,heads=16 (also t5:, llama:, bert:)."
 )
+PAGE = ".html"
+REPORT = "Write a page (FILE.html); or what is printed and the timeline, as JSON (any other name)."
 STRATEGY = "ebbtide, patrickstar, angel-ptm, static or all-on-device."
 
 
@@ -56,7 +58,12 @@ def plan(
     device_memory: Annotated[str | None, Option(help=f"In place of the machine's: {SIZE}.")] = None,
     host_memory: Annotated[str | None, Option(help=f"Of a node, in place of the machine's: {SIZE}.")] = None,
     ssd_memory: Annotated[str | None, Option(help=f"Of a node, in place of the machine's: {SIZE}.")] = None,
-    report: Annotated[Path | None, Option(help="Write what is printed, and the timeline, as JSON.")] = None,
+    report: Annotated[
+        Path | None,
+        Option(
+            help="Write a page (FILE.html), or what is printed and the timeline as JSON (any other name)."
+        ),
+    ] = None,
     config: Annotated[
         Path | None, Option(help="Settings in TOML or JSON; a flag overrides its setting.")
     ] = None,
@@ -94,13 +101,17 @@ def plan(
     described = _budgets(Machine.read(machine), device_memory, host_memory, ssd_memory)
     machines = [described.with_devices(count) for count in _counts(gpus)] or [described]
     look_up(model)
+    several = compare or len(machines) > 1
+    if several and report is not None and report.suffix == PAGE:
+        raise ConfigError(
+            f"--report: a page shows one forecast, found {str(report)!r} with --compare or several --gpus; name a .json"
+        )
     with collecting_nothing():
         from ebbtide.forecasting.forecaster import Forecaster, Workload  # torch, from here on
 
         work = Workload(batch, seq, checkpoint_activations, offload_activations)
         forecaster = Forecaster(model, _without_budgets(settings, device_memory, host_memory, ssd_memory))
         strategies = list(STRATEGIES) if compare else [strategy]
-        several = compare or len(machines) > 1
         rows = [
             _answer(forecaster, one, work, name, find_max, min_tflops, compare)
             for one in machines
@@ -165,16 +176,26 @@ def _show(rows: list[Forecast], several: bool, report: Path | None, as_json: boo
 
     result = _result(rows, several)
     if report is not None:
-        from json import dumps
-
-        timelines = [row.outlook.timeline for row in rows]
-        report.write_text(dumps({**result, "timelines": timelines}, indent=1), encoding="utf-8")
+        _write(report, rows, result)
     if as_json:
         print_json(result)
     elif several:
         print_rows(result["rows"])
     else:
         print_forecast(rows[0])
+
+
+def _write(report: Path, rows: list[Forecast], result: dict[str, Any]) -> None:
+    if report.suffix == PAGE:
+        from ebbtide.report.build_page import write_page
+        from ebbtide.report.forecast_figures import forecast_figures
+
+        write_page(forecast_figures(rows[0].to_dict(), rows[0].outlook), report)
+        return
+    from json import dumps
+
+    timelines = [row.outlook.timeline for row in rows]
+    report.write_text(dumps({**result, "timelines": timelines}, indent=1), encoding="utf-8")
 
 
 def _result(rows: list[Forecast], several: bool) -> dict[str, Any]:

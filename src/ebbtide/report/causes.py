@@ -39,6 +39,7 @@ CAUSES = {
     "device_wait": Cause(
         "waiting: the device", "the gradients' norm: the host waits until backward is over", True
     ),
+    "waiting": Cause("waiting", "nothing is computed: the device waits for moves, updates or room", True),
     "evaluation": Cause("evaluation", "passes without gradients"),
     "saving": Cause("saving", "writing a checkpoint, or copying what is to be written"),
     "recording": Cause("recording", "writing this run's folder"),

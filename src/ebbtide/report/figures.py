@@ -30,6 +30,8 @@ KINDS = {
     "master": "optimizer state",
     "momentum": "optimizer state",
     "variance": "optimizer state",
+    "state": "optimizer state",
+    "chunks": "parameters and gradients",
     "activations": "activations",
     "non-model": "activations and what else is not model data",
 }
@@ -42,6 +44,7 @@ def figures(run: RunFiles) -> dict[str, Any]:
         "title": title(run),
         "facts": _facts(run),
         "problems": list(run.problems),
+        "simulated": False,
         "recorded": recorded,
         "curves": curves(run.steps),
         "links": link_curves(run.steps),

@@ -108,6 +108,8 @@ class Outlook:
     """Ranks exchange a slice of a chunk's gradients at a time, for whole chunks leave the device no plan."""
     timeline: Mapping[str, tuple[tuple[float, float, str], ...]] = field(default_factory=dict)
     """By lane: when its tasks ran in one step (start, end, cause)."""
+    starts: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """By moment of the plan: when the device came to it, in that step."""
     plan: Plan | None = field(default=None, repr=False)
 
 
@@ -236,6 +238,7 @@ def _answer(question: Question, setup: Setup, plan: Plan, lightest: Record, base
         stalls=stalls,
         staleness=staleness,
         timeline=_timeline(walked, run, begin, end),
+        starts=_starts(walked, run, begin),
         plan=plan,
     )
 
@@ -329,6 +332,15 @@ def _bottleneck(stalls: tuple[Stall, ...], must: Must, step: float) -> str:
     if stalls and stalls[0].seconds > 0.02 * step:
         return stalls[0].cause
     return must.bottleneck
+
+
+def _starts(walked: Walked, run: SimulatedRun, begin: float) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for place in walked.steady:
+        task = walked.tasks[place]
+        if task.lane == COMPUTE and task.moment >= 0:
+            found.setdefault(task.moment, max(run.starts[place], begin) - begin)
+    return found
 
 
 def _timeline(

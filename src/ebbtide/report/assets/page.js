@@ -90,12 +90,12 @@ const say = (text) => { live.textContent = text; };
 
 const CATEGORY = {
   "parameters": "--c0", "parameters, gathered": "--c6", "gradients": "--c1", "gradients, gathered": "--c5",
-  "optimizer state": "--c2", "activations": "--c3", "activations and what else is not model data": "--c3",
+  "parameters and gradients": "--c0", "optimizer state": "--c2", "activations": "--c3", "activations and what else is not model data": "--c3",
 };
 const CAUSE = {
   computing: "--c0", loop: "--c4", ebbtide: "--c6", gradients: "--c1", planning: "--c3", updates: "--c2",
   host_to_device: "--wait", device_to_host: "--wait2", ssd_read: "--wait", ssd_write: "--wait2", wire: "--wait3",
-  ranks: "--wait3", update_wait: "--wait3", device_wait: "--c7", evaluation: "--c5", saving: "--c5", recording: "--c7",
+  waiting: "--wait", ranks: "--wait3", update_wait: "--wait3", device_wait: "--c7", evaluation: "--c5", saving: "--c5", recording: "--c7",
 };
 const KIND = { param: "--c0", whole: "--c6", grad: "--c1", whole_grad: "--c5", activations: "--c3" };
 const colour = (name) => `var(${name || "--c4"})`;
@@ -144,7 +144,7 @@ function verdict() {
     make("div", { title: meaning }, make("dt", {}, name), make("dd", {}, value))));
   section("verdict", "Verdict", make("p", { class: "sentence" }, found.sentence), numbers,
     ...data.problems.map((problem) => make("p", { class: "problem" }, problem)),
-    found.lifts && found.lifts.length ? table("What would change a step, by the planner's simulation on this run's rates",
+    found.lifts && found.lifts.length ? table(`What would change a step, planned and simulated on ${data.simulated ? "the machine's" : "this run's"} rates`,
       ["change", "times as fast"], found.lifts.map(([change, factor]) => [change, factor.toFixed(2)]), [1]) : null,
     folded("What these numbers mean", table("", ["number", "meaning"], found.numbers.map(([name, , meaning]) => [name, meaning]))));
 }
@@ -200,10 +200,10 @@ function tideOf(tier) {
   const top = budget && budget < 4 * most ? Math.max(budget, most) : most;
   const y = (count) => HEIGHT - (count / top) * (HEIGHT - 6);
   const svg = draw("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 18}`, role: "img", "data-tier": tier,
-    "aria-label": `${tier}: at most ${bytes(most)} in this step, of a budget of ${bytes(budget)}` });
+    "aria-label": `${tier}: at most ${bytes(most)} in this step${budget ? ` of a budget of ${bytes(budget)}` : ""}` });
   ticks(svg, HEIGHT);
   svg.append(draw("text", { class: "name", x: 0, y: 16 }, tier), draw("text", { x: 0, y: 31 }, `at most ${bytes(most)}`),
-    draw("text", { x: 0, y: 45 }, `budget ${bytes(budget)}`));
+    draw("text", { x: 0, y: 45 }, budget ? `budget ${bytes(budget)}` : ""));
   const clip = `clip-${tier}`;
   svg.append(draw("clipPath", { id: clip }, draw("rect", { x: LEFT, y: 0, width: WIDTH - LEFT - RIGHT, height: HEIGHT })));
   const group = draw("g", { "clip-path": `url(#${clip})` });
@@ -371,7 +371,7 @@ function drawTide() {
 function stepTables() {
   const one = step();
   const causes = Object.entries(one.causes);
-  figures.causes.replaceChildren(table(`Seconds of step ${one.step}, ${seconds(one.seconds)} in all`, ["cause", "seconds", "share", "", "meaning"],
+  figures.causes.replaceChildren(table(`Seconds of the step (${one.label}), ${seconds(one.seconds)} in all`, ["cause", "seconds", "share", "", "meaning"],
     causes.map(([cause, spent]) => {
       const bar = make("span", { class: "share", "aria-hidden": "true" });
       bar.style.width = `${Math.max(1, 160 * Math.max(0, spent) / one.seconds)}px`;
@@ -400,7 +400,7 @@ function planTables(one) {
     if (plan.seconds) rows.push(["seconds a step, simulated on this run's rates", seconds(plan.seconds), seconds(one.seconds), (plan.seconds / one.seconds).toFixed(3)]);
     found.push(table(`The plan was made from a ${plan.source} trace; optimizer state of ${Object.entries(plan.homes).map(([home, count]) => `${count} chunks on ${home}`).join(", ")}`,
       ["", "planned", "measured", "planned / measured"], rows, [1, 2, 3]));
-  } else found.push(make("p", {}, "No plan was followed in this step."));
+  } else if (!data.simulated) found.push(make("p", {}, "No plan was followed in this step."));
   if (data.forecast) found.push(table("The forecast that was made before the run", ["", "forecast", "measured"], data.forecast, [1, 2]));
   return found;
 }
@@ -413,9 +413,10 @@ function memoryTable(one) {
       for (const [tag, count] of Object.entries(sums)) most[tag] = Math.max(most[tag] || 0, count);
     }
     for (const [tag, count] of Object.entries(most)) rows.push([tier, tag, category(tag), bytes(count)]);
-    rows.push([tier, "the whole run's peak", "", bytes(one.peak[tier])], [tier, "budget", "", bytes(one.budget[tier])]);
+    if (one.peak[tier]) rows.push([tier, data.simulated ? "together, at the most" : "the whole run's peak", "", bytes(one.peak[tier])]);
+    if (one.budget[tier]) rows.push([tier, "budget", "", bytes(one.budget[tier])]);
   }
-  return table(`The most that each tag held in step ${one.step}`, ["tier", "tag", "category", "bytes"], rows, [3]);
+  return table(`The most that each tag held (${one.label})`, ["tier", "tag", "category", "bytes"], rows, [3]);
 }
 
 function tideKeys(event) {
