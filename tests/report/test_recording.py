@@ -252,3 +252,19 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert group_of(2).run(_on_ranks, str(tmp_path)) == [0, 1]
+
+
+def test_the_loss_is_that_of_the_gradients(tmp_path: Path) -> None:
+    """Of micro-batches that the engine averages the mean; of those that the loop has divided itself, the sum."""
+    found = {}
+    for accumulate in (1, 2):
+        engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL, accumulate=accumulate))
+        engine.record(tmp_path / str(accumulate))
+        for number in range(2):
+            engine.backward(loss_of(engine, number) / (2 if accumulate == 1 else 1))
+            if accumulate == 2 or number:
+                engine.step()
+        engine.close()
+        [line] = lines(tmp_path / str(accumulate))
+        found[accumulate] = line["loss"]
+    assert found[1] == pytest.approx(found[2], rel=1e-6)

@@ -53,6 +53,8 @@ class Recording:
         self._line: dict[str, Any] | None = None
         """Of the last step; it is written as soon as another one begins, or something is added to it."""
         self._losses: list[torch.Tensor] = []
+        self._pieces = 1
+        """Of how many losses the step's is the mean; what the loop has divided by itself it only adds up."""
         self._tokens = 0
         self._plans: list[tuple[Callable[[], Plan | None], int]] = []
         """Those that steps ran by, and how many did."""
@@ -99,6 +101,7 @@ class Recording:
 
     def before_step(self) -> None:
         self._losses = list(self._core.losses) if self._core.losses_known else []
+        self._pieces = self._core.config.accumulate * self._session.pieces
 
     def after_step(self, result: StepResult) -> None:
         if self._writer is None or not (result.updated or result.skipped):
@@ -113,7 +116,7 @@ class Recording:
         self._line = line = {
             "step": self._core.steps if result.updated else self._core.steps + 1,
             "time": round(time.time(), 3),
-            "loss": sum(losses) / len(losses) if losses else None,
+            "loss": sum(losses) / self._pieces if losses else None,
             "lr": self._core.optimizer.param_groups[0]["lr"],
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -26,6 +27,7 @@ from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _lightning as private
 from ebbtide.integrations._lightning_ranks import LightningRanks
 from ebbtide.integrations._models import holder, take
+from ebbtide.integrations._recording import RecordedRun
 from ebbtide.integrations._refused import refuse_placed
 from ebbtide.integrations._settings import Given, with_precision
 from ebbtide.integrations._versions import require
@@ -66,6 +68,30 @@ class EbbtidePrecision(Precision):
         raise UnsupportedError(
             "gradient_clip_algorithm='value': the engine clips by the global norm, say 'norm'"
         )
+
+
+class RecordRun(Callback):
+    """`Trainer(strategy=EbbtideStrategy(...), callbacks=[RecordRun("run")])`: the run describes itself in a folder, for
+    `ebbtide report run`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._run = RecordedRun(folder)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        self._run.begin(strategy.engine if isinstance(strategy, EbbtideStrategy) else None, "EbbtideStrategy")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._run.evaluated(trainer.callback_metrics)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._run.saved(str(trainer.default_root_dir))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._run.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._run.end()
 
 
 class EbbtideStrategy(LightningRanks):

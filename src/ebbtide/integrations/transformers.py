@@ -23,6 +23,7 @@ from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.integrations import _transformers as private
 from ebbtide.integrations._models import give_back, holder, mark_prepared, take
+from ebbtide.integrations._recording import RecordedRun
 from ebbtide.integrations._refused import refuse_launched, refuse_placed
 from ebbtide.integrations._settings import Given, mixed_precision, named_in, with_precision
 from ebbtide.integrations._state_dicts import answering, loading_into
@@ -221,6 +222,25 @@ class Trainer(Mixin, transformers.Trainer):
 
 class Seq2SeqTrainer(Mixin, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer, likewise."""
+
+
+class RecordRun(transformers.TrainerCallback):
+    """`Trainer(..., callbacks=[RecordRun("run")])`: the run describes itself in a folder, for `ebbtide report run`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._run = RecordedRun(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._run.begin(None if model is None else holder(model), "Trainer")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        self._run.evaluated(metrics or {})
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._run.saved(str(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._run.end()
 
 
 def _settings_for(args: Any, settings: Config, given: Given) -> Config:
