@@ -129,6 +129,11 @@ def _holds_least(names: Names) -> None:
     assert 0 < names["found"].least <= names["found"].half <= names["found"].whole
 
 
+def _kept(names: Names) -> None:
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3 and "evaluated" in lines[2] and Path("run/run.json").exists()
+
+
 def _trained(names: Names) -> None:
     assert names["trainer"].state.global_step > 0 and Path("trained").is_dir()
 
@@ -143,6 +148,7 @@ GUIDES: dict[tuple[str, int], tuple[Callable[[], Names], Callable[[Names], None]
     ("guides/experts.md", 1): (_of_own_experts, _anything),
     ("guides/imagined-passes.md", 0): (_with_tracker, _logged_once_a_pass),
     ("guides/large-models.md", 0): (_plain, _steps(2)),
+    ("guides/report.md", 0): (_with_engine, _kept),
     ("guides/ssd.md", 0): (_plain, _steps(2)),
     ("guides/training-loop.md", 0): (_with_engine, _steps(2)),
     ("guides/updates.md", 0): (_plain, _steps(2)),

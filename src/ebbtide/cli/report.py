@@ -13,6 +13,10 @@ def report(
         Path, Argument(help="The folder of a run: --out of `ebbtide train`, or of engine.record().")
     ],
     out: Annotated[Path | None, Option(help="The page's file; left out, report.html in the folder.")] = None,
+    perfetto: Annotated[
+        Path | None,
+        Option(help="Write the recorded steps as a trace for ui.perfetto.dev (.json or .json.gz)."),
+    ] = None,
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Write a page of what a run did: its verdict, tide, schedule, curves and settings."""
@@ -27,6 +31,11 @@ def report(
     found = figures_of(files)
     path = run / PAGE if out is None else out
     write_page(found, path)
+    if perfetto is not None:
+        from ebbtide.report.perfetto import write_trace
+
+        counts = write_trace(files, perfetto)
+        say(f"the trace is {perfetto}, of {counts.get('X', 0):,} slices: ui.perfetto.dev opens it")
     if json:
         print_json({"page": str(path), "verdict": found["verdict"]["sentence"], "problems": files.problems})
     else:

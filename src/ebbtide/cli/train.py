@@ -229,3 +229,4 @@ def _say_where(training: Training, out: Path | None, saving: bool, complete: boo
     if out is not None:
         checkpoints = f", checkpoints in {out / FOLDER}" if saving else ""
         say(f"the model is in {out}, metrics in {out / 'metrics.jsonl'}{checkpoints}")
+        say(f"`ebbtide report {out}` shows what the run did")
