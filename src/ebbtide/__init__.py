@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.config import Config
 
 if TYPE_CHECKING:
-    from ebbtide.engine import Engine, StepResult, initialize, tune_memory
+    from ebbtide.engine import Engine, StepResult, explain, initialize, tune_memory
     from ebbtide.forecasting.forecast import forecast
     from ebbtide.forecasting.forecaster import Forecast
     from ebbtide.layout import Bank
@@ -23,6 +23,7 @@ __all__ = [
     "StepResult",
     "Trace",
     "__version__",
+    "explain",
     "forecast",
     "imagining",
     "initialize",
@@ -34,7 +35,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads torch when it is first needed: the command must set OpenMP up before, and help needs none."""
-    if name in ("Engine", "StepResult", "initialize", "tune_memory"):
+    if name in ("Engine", "StepResult", "explain", "initialize", "tune_memory"):
         from ebbtide import engine
 
         return getattr(engine, name)

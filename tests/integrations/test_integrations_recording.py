@@ -53,7 +53,7 @@ def test_a_stock_trainer_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_lightning_records_its_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trainer = trainer_of(tmp_path / "out", True, callbacks=[for_lightning.RecordRun(run)])
+    trainer = trainer_of(tmp_path / "out", True, callbacks=[for_lightning.RecordFit(run)])
     trainer.fit(Learner(), loader(16), loader(4, 1000))
     steps = trainer.global_step
     trainer.strategy.close()
@@ -62,7 +62,7 @@ def test_lightning_records_its_run(tmp_path: Path) -> None:
 
 
 def test_a_stock_strategy_is_refused_by_name(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"callbacks": [for_lightning.RecordRun(tmp_path)], "enable_checkpointing": False}
+    given: dict[str, Any] = {"callbacks": [for_lightning.RecordFit(tmp_path)], "enable_checkpointing": False}
     trainer = pl.Trainer(
         default_root_dir=str(tmp_path), max_steps=1, logger=False, accelerator="cpu", **given
     )

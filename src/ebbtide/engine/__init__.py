@@ -2,7 +2,7 @@
 
 from ebbtide.engine.process import tune_memory
 from ebbtide.engine.stepping import StepResult
-from ebbtide.engine.training import Engine, initialize
+from ebbtide.engine.training import Engine, explain, initialize
 from ebbtide.runtime.process_tiers import Tiers, open_tiers
 
-__all__ = ["Engine", "StepResult", "Tiers", "initialize", "open_tiers", "tune_memory"]
+__all__ = ["Engine", "StepResult", "Tiers", "explain", "initialize", "open_tiers", "tune_memory"]

@@ -18,6 +18,7 @@ from ebbtide.config import Config
 from ebbtide.engine.average import Average
 from ebbtide.engine.by_name import ValuesByName
 from ebbtide.engine.core import EngineCore, alone
+from ebbtide.engine.explanation import Explanation, explanation
 from ebbtide.engine.fit import Fit, fit
 from ebbtide.engine.foreign import refuse_foreign_steps
 from ebbtide.engine.opening import open_session
@@ -54,6 +55,11 @@ def initialize(
     """
     show_users_lines()
     return Engine(module, Config.read(config), param_groups, weights=weights, group=group, stages=stages)
+
+
+def explain(engine: Engine) -> Explanation:
+    """What `engine.explain()` gives: where the bytes are, what the plan does, and why."""
+    return engine.explain()
 
 
 class Engine:
@@ -295,6 +301,10 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Bytes moved, evictions, peaks by tier and tag, traces, the plan in force."""
         return facts(self._session, self._tiers.disk)
+
+    def explain(self) -> Explanation:
+        """Where the bytes are, what the plan does, and why: to print, or as a notebook's cell shows it."""
+        return explanation(self._core.open())
 
     def synchronize(self) -> None:
         """Waits for updates and moves that go on beside the computation: for measuring, never for right numbers."""

@@ -21,7 +21,7 @@ class RecordedRun:
     def begin(self, engine: Engine | None, trainer: str) -> None:
         if engine is None:
             raise ConfigError(
-                f"RecordRun({str(self.folder)!r}): no engine has the model; take {trainer} of ebbtide.integrations"
+                f"recording into {str(self.folder)!r}: no engine has the model; take {trainer} of ebbtide.integrations"
             )
         self._recording = engine.record(self.folder)
 

@@ -70,8 +70,8 @@ class EbbtidePrecision(Precision):
         )
 
 
-class RecordRun(Callback):
-    """`Trainer(strategy=EbbtideStrategy(...), callbacks=[RecordRun("run")])`: the run describes itself in a folder, for
+class RecordFit(Callback):
+    """`Trainer(strategy=EbbtideStrategy(...), callbacks=[RecordFit("run")])`: the run describes itself in a folder, for
     `ebbtide report run`."""
 
     def __init__(self, folder: str | Path) -> None:
