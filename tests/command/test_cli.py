@@ -23,7 +23,7 @@ FLAGS = """
 --model --data --steps --batch --seq --accumulate --clip --lr --schedule --seed --eval-every --precision --master
 --layout --chunk-size --placement --eviction --prefetch --updates --max-staleness --checkpoint-activations
 --offload-activations --device --device-memory --host-memory --ssd-memory --ssd-dir --config --out --log-moves
---save-every --keep --resume --json
+--save-every --keep --resume --verbose --json
 """
 PROMISED = {
     "steps", "losses", "final_loss", "weights_sha256", "tokens_per_second", "tflops", "step_seconds", "seconds",

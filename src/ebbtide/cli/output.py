@@ -1,15 +1,15 @@
-"""What a person sees: a progress bar on standard error, tables on standard output; or one line of JSON."""
+"""What a person sees: a panel or lines on standard error, tables on standard output; or one line of JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ebbtide.units import format_size
@@ -36,23 +36,19 @@ def say(message: str) -> None:
     console().print(f"ebbtide: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
+def is_watched() -> bool:
+    """Whether a person looks at a terminal that can redraw, and has not asked for plain text (NO_COLOR)."""
+    return console().is_terminal and not console().is_dumb_terminal and not os.environ.get("NO_COLOR")
+
+
 def with_progress(training: Training, json: bool) -> Iterator[Step]:
-    """The steps, with a bar where a person is looking, else a line every few seconds."""
-    if json or not console().is_terminal:
+    """The steps, with a panel where a person is looking, else a line every few seconds."""
+    if json or not is_watched():
         yield from _with_lines(training, RARELY if json else EVERY)
         return
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=10),
-        TextColumn("{task.fields[facts]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console()) as progress:
-        bar = progress.add_task("", total=training.task.steps, facts="first step: tracing")
-        for step in training.steps():
-            progress.update(bar, completed=step.number, facts=_facts(training, step))
-            yield step
+    from ebbtide.cli.panel import with_panel
+
+    yield from with_panel(training)
 
 
 def _with_lines(training: Training, every: float) -> Iterator[Step]:
@@ -64,7 +60,7 @@ def _with_lines(training: Training, every: float) -> Iterator[Step]:
         if (step.number in (first, total) and every == EVERY) or now - said >= every:
             left = (now - begin) / (step.number + 1 - first) * (total - step.number)
             console().print(
-                f"step {step.number}/{total}  {_facts(training, step)}  {_clock(left)} left",
+                f"step {step.number}/{total}  {_facts(training, step)}  {clock(left)} left",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -72,7 +68,7 @@ def _with_lines(training: Training, every: float) -> Iterator[Step]:
         yield step
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

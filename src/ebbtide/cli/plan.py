@@ -106,7 +106,9 @@ def plan(
         raise ConfigError(
             f"--report: a page shows one forecast, found {str(report)!r} with --compare or several --gpus; name a .json"
         )
-    with collecting_nothing():
+    from ebbtide.cli.doing import doing
+
+    with collecting_nothing(), doing(f"tracing {model}, planning and simulating", silent=json):
         from ebbtide.forecasting.forecaster import Forecaster, Workload  # torch, from here on
 
         work = Workload(batch, seq, checkpoint_activations, offload_activations)

@@ -20,6 +20,7 @@ def report(
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Write a page of what a run did: its verdict, tide, schedule, curves and settings."""
+    from ebbtide.cli.doing import doing
     from ebbtide.cli.output import print_json, say
     from ebbtide.report.build_page import figures_of, write_page
     from ebbtide.report.run_files import read_run
@@ -28,7 +29,8 @@ def report(
     files = read_run(run)
     for problem in files.problems:
         say(problem)
-    found = figures_of(files)
+    with doing("asking the planner what would change a step"):
+        found = figures_of(files)
     path = run / PAGE if out is None else out
     write_page(found, path)
     if perfetto is not None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ebbtide.cli.loop import Training
 
 DATA = "A text file or folder; left out: the sources of the Python standard library, as bytes."
+PLANNED = 2
+"""Steps after which the plan is made from a traced pass."""
 MODEL = "A preset (gpt2-tiny, llama-tiny, bert-tiny, t5-tiny, vit-tiny, gpt2-124m, gpt2-350m, gpt2-1b), the path of a config.json, or a folder with weights."  # noqa: E501
 
 
@@ -76,6 +78,9 @@ def train(
             help="auto: from the newest checkpoint in --out, if there is one; or the folder of a checkpoint."
         ),
     ] = None,
+    verbose: Annotated[
+        bool, Option("--verbose", help="Say what stays where, and why, once the plan is made.")
+    ] = False,
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Train a model within memory budgets."""
@@ -108,6 +113,7 @@ def train(
         },
     )
     _check(model, data, out, resume)
+    from ebbtide.cli.doing import doing
     from ebbtide.cli.loop import Training
     from ebbtide.cli.output import print_json, print_result
     from ebbtide.cli.world import joined
@@ -116,10 +122,12 @@ def train(
         asked = settings.precision
         if precision is None:
             settings = _in_fast_precision(settings, config)
-        training = Training(task, settings, world=world)
+        with doing(f"building {model}, and taking it into chunks", silent=not world.first):
+            training = Training(task, settings, world=world)
         try:
             ours = settings.precision != asked
-            result = _run(training, out, log_moves, resume, json or not world.first, ours)
+            quiet = json or not world.first
+            result = _run(training, out, log_moves, resume, quiet, ours, verbose and world.first)
         finally:
             training.close()
     if world.first:
@@ -174,11 +182,13 @@ def _run(
     resume: str | None,
     json: bool,
     precision_is_ours: bool,
+    verbose: bool,
 ) -> dict[str, Any]:
     """What training came to."""
     import torch
 
     from ebbtide.cli.checkpoints import Checkpoints
+    from ebbtide.cli.doing import doing
     from ebbtide.cli.moves_log import MovesLog
     from ebbtide.cli.output import say, with_progress
 
@@ -199,6 +209,9 @@ def _run(
                 moves.add(step.number, training.engine.stats()["moved_by_chunk"])
             if precision_is_ours and not json and len(training.history) == training.resumed + 1:
                 say("this processor has no bf16 instructions: the precision is fp32 (else: --precision bf16)")
+            if verbose and len(training.history) == training.resumed + PLANNED:
+                for line in str(training.engine.explain()).splitlines():
+                    say(line)
             if step.valid_loss is not None and not json:
                 say(f"evaluated after step {step.number}: loss {step.valid_loss:.4f}")
             if saving:
@@ -206,13 +219,15 @@ def _run(
         complete = len(training.history) == training.task.steps
         if saving and not complete:
             checkpoints.save()  # at once: whoever told it to end waits for seconds only
-        result = training.summary()
+        with doing("reading the weights for their hash", silent=not first):
+            result = training.summary()
         if saving and complete:
             checkpoints.save(result)
         if training.recording is not None:
             training.recording.describe(result=result)
         if out is not None:
-            training.engine.export(out, torch.float32)
+            with doing(f"writing the model to {out}", silent=not first):
+                training.engine.export(out, torch.float32)
     if first:
         _say_where(training, out, saving, complete)
     return result

@@ -126,8 +126,8 @@ def _fullest(session: Session, plan: Plan) -> Iterator[str]:
     margin = budget - plan.static_bytes - passing[place]
     beside, chunks = format_size(plan.levels[place]), format_size(plan.residency.occupied[place])
     yield (
-        f"The fullest moment is {place}, {moment_name(session, plan, place)}: {beside} of non-model data, {chunks} of chunks "
-        f"and {format_size(plan.static_bytes)} of state that stays; {format_size(max(0, margin))} of "
+        f"The fullest moment is {place}, {moment_name(session, plan, place)}: {beside} of non-model data, {chunks} of "
+        f"chunks and {format_size(plan.static_bytes)} of state that stays; {format_size(max(0, margin))} of "
         f"{format_size(budget)} are left."
     )
 

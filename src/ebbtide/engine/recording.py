@@ -50,6 +50,7 @@ class Recording:
         self.folder = rank_folder(Path(folder), rank)
         self._writer: RunWriter | None = RunWriter(self.folder, core.steps)
         self._facts = {"started": _now(), **run_facts(core)}
+        self._last: dict[str, Any] | None = None
         self._line: dict[str, Any] | None = None
         """Of the last step; it is written as soon as another one begins, or something is added to it."""
         self._losses: list[torch.Tensor] = []
@@ -66,6 +67,11 @@ class Recording:
         self._say()
         if core.steps:
             self.mark("resumed")
+
+    @property
+    def last(self) -> Mapping[str, Any] | None:
+        """What is known of the last step, as its line has it."""
+        return self._last
 
     # -- what the loop says ---------------------------------------------------------------------------
 
@@ -113,7 +119,7 @@ class Recording:
         now, events = self._cut(plan)
         losses = [float(loss) for loss in self._losses]
         seconds = {cause: now.causes[cause] - before.causes.get(cause, 0.0) for cause in now.causes}
-        self._line = line = {
+        self._last = self._line = line = {
             "step": self._core.steps if result.updated else self._core.steps + 1,
             "time": round(time.time(), 3),
             "loss": sum(losses) / self._pieces if losses else None,

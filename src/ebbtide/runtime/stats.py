@@ -21,6 +21,7 @@ def facts(session: Session, disk: DiskSpace | None) -> dict[str, Any]:
         else session.parts.activations.offloaded_bytes,
         "evictions": traffic.evictions,
         "drops": traffic.drops,
+        "held_bytes": dict(ledger.reserved),
         "peak_bytes": dict(ledger.peak),
         "budget_bytes": dict(ledger.budgets),
         "ssd": None if disk is None else _of_disk(disk),
