@@ -74,7 +74,7 @@ def demo() -> None:
 
 def _train(training: Training) -> str:
     """Until the steps or the time is used up; the hash of the weights after the checked steps."""
-    from ebbtide.cli.output import with_progress
+    from ebbtide.cli.watched_steps import with_progress
 
     sha = ""
     deadline = time.monotonic() + SECONDS

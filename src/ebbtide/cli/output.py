@@ -1,25 +1,18 @@
-"""What a person sees: a panel or lines on standard error, tables on standard output; or one line of JSON."""
+"""What a person sees: lines on standard error, tables on standard output; or one line of JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ebbtide.units import format_size
 
-if TYPE_CHECKING:
-    from ebbtide.cli.loop import Step, Training
-
-
-EVERY, RARELY = 5.0, 60.0
-"""Seconds between lines in place of a progress bar where standard error is no terminal, and where JSON is asked for."""
 _console: Console | None = None
 
 
@@ -41,43 +34,10 @@ def is_watched() -> bool:
     return console().is_terminal and not console().is_dumb_terminal and not os.environ.get("NO_COLOR")
 
 
-def with_progress(training: Training, json: bool) -> Iterator[Step]:
-    """The steps, with a panel where a person is looking, else a line every few seconds."""
-    if json or not is_watched():
-        yield from _with_lines(training, RARELY if json else EVERY)
-        return
-    from ebbtide.cli.panel import with_panel
-
-    yield from with_panel(training)
-
-
-def _with_lines(training: Training, every: float) -> Iterator[Step]:
-    """The first step, which is traced, and the last have a line each; all others have one when it is time."""
-    total, begin, first = training.task.steps, time.monotonic(), len(training.history) + 1
-    said = begin
-    for step in training.steps():
-        now = time.monotonic()
-        if (step.number in (first, total) and every == EVERY) or now - said >= every:
-            left = (now - begin) / (step.number + 1 - first) * (total - step.number)
-            console().print(
-                f"step {step.number}/{total}  {_facts(training, step)}  {clock(left)} left",
-                highlight=False,
-                soft_wrap=True,
-            )
-            said = now
-        yield step
-
-
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
-
-
-def _facts(training: Training, step: Step) -> str:
-    peaks = training.engine.stats()["peak_bytes"]
-    tiers = "  ".join(f"{tier} {format_size(count)}" for tier, count in peaks.items() if count)
-    return f"loss {step.loss:.4f}  {training.tokens_per_second:,.0f} tokens/s  {tiers}"
 
 
 def print_json(result: Mapping[str, Any]) -> None:

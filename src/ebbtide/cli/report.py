@@ -17,6 +17,9 @@ def report(
         Path | None,
         Option(help="Write the recorded steps as a trace for ui.perfetto.dev (.json or .json.gz)."),
     ] = None,
+    tensorboard: Annotated[
+        Path | None, Option(help="Write the steps' numbers as scalars for TensorBoard, into this folder.")
+    ] = None,
     json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
     """Write a page of what a run did: its verdict, tide, schedule, curves and settings."""
@@ -38,6 +41,12 @@ def report(
 
         counts = write_trace(files, perfetto)
         say(f"the trace is {perfetto}, of {counts.get('X', 0):,} slices: ui.perfetto.dev opens it")
+    if tensorboard is not None:
+        from ebbtide.report.tensorboard import write_scalars
+
+        say(
+            f"{write_scalars(files, tensorboard):,} scalars are in {tensorboard}: tensorboard --logdir {tensorboard}"
+        )
     if json:
         print_json({"page": str(path), "verdict": found["verdict"]["sentence"], "problems": files.problems})
     else:

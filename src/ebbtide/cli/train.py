@@ -190,7 +190,8 @@ def _run(
     from ebbtide.cli.checkpoints import Checkpoints
     from ebbtide.cli.doing import doing
     from ebbtide.cli.moves_log import MovesLog
-    from ebbtide.cli.output import say, with_progress
+    from ebbtide.cli.output import say
+    from ebbtide.cli.watched_steps import with_progress
 
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None

@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 
 from ebbtide.devices.device import Backend, Event, wait_for_all
+from ebbtide.devices.profiler import UNNAMED, in_profile, profiled
 from ebbtide.errors import IntegrityError, StateError
 from ebbtide.layout import ALONE, Layout, Slicing
 from ebbtide.memory.budget import Ledger
@@ -229,10 +230,11 @@ class ChunkStore:
         """A move that could not start as a whole is none: the chunk stays where it is good."""
         events: list[Event] = []
         try:
-            if link in (SSD_READ, SSD_WRITE):
-                self._exchange(chunk, link, events)
-            else:
-                self._copy(chunk, link, events)
+            with in_profile(f"{link}, {chunk.kind} {chunk.index}") if profiled() else UNNAMED:
+                if link in (SSD_READ, SSD_WRITE):
+                    self._exchange(chunk, link, events)
+                else:
+                    self._copy(chunk, link, events)
             chunk.move = (link, events)
         except BaseException as error:
             chunk.move = None

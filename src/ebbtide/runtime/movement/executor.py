@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ebbtide.devices.profiler import in_profile, profiled
 from ebbtide.devices.real_memory import on_real_memory
 from ebbtide.memory.chunk import Chunk, Lease
 from ebbtide.memory.journal import EBBTIDE, GRADIENTS
@@ -41,6 +42,12 @@ def told(hook: Hook) -> Hook:
 
     @wraps(hook)
     def called(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        if profiled():
+            with in_profile(f"{hook.__name__} {self._subject(hook.__name__, args[0])}"):
+                return noted(self, *args, **kwargs)
+        return noted(self, *args, **kwargs)
+
+    def noted(self: Executor, *args: Any, **kwargs: Any) -> Any:
         if not self.journal.on:
             return acts(self, *args, **kwargs)
         self.journal.enter(EBBTIDE)
@@ -313,6 +320,14 @@ class Executor:
         if what % 4 == GRADIENT:
             return f"gradient of {self.data.names[subject]}"
         return f"{('forward of unit', '', '', 'update of chunk')[what % 4]} {subject}"
+
+    def _subject(self, hook: str, what: Any) -> str:
+        """Whose a hook's call is, as a profile names it."""
+        if isinstance(what, Unit):
+            return what.name or "the model"
+        if isinstance(what, SavedWeight):
+            return self.data.names[what.member]
+        return self.data.names[what] if hook == "gradient" else self.data.run_names[what]
 
     # -- access and release ---------------------------------------------------------------------------
 
