@@ -268,3 +268,23 @@ def test_the_loss_is_that_of_the_gradients(tmp_path: Path) -> None:
         [line] = lines(tmp_path / str(accumulate))
         found[accumulate] = line["loss"]
     assert found[1] == pytest.approx(found[2], rel=1e-6)
+
+
+def test_a_second_recording_of_an_engine_begins_anew(tmp_path: Path) -> None:
+    """What the first one charged and counted is none of its steps'."""
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.record(tmp_path / "first")
+    for number in range(4):
+        if number == 2:
+            engine.record(tmp_path / "second")
+        engine.backward(loss_of(engine, number))
+        engine.step()
+    moved = engine.stats()["moved_bytes"]
+    engine.close()
+    first, second = lines(tmp_path / "first"), lines(tmp_path / "second")
+    assert [line["step"] for line in first] == [1, 2]
+    assert [line.get("event", line["step"]) for line in second] == ["resumed", 3, 4]
+    for line in second[1:]:
+        assert sum(line["causes"].values()) <= line["seconds"] * 1.001
+    for link, count in moved.items():
+        assert sum(line["bytes"][link] for line in [*first, *second[1:]]) == count

@@ -260,6 +260,30 @@ def ranks(
 
 
 @bench.command()
+def recording(
+    context: typer.Context,
+    model: Model = "gpt2-124m",
+    batch: Batch = 2,
+    seq: Seq = 256,
+    repeats: Repeats = 7,
+    precision: Precision = AUTO,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """What engine.record takes of a step: charges counted, times what one takes; and steps in pairs."""
+    if quick:
+        model = _quickly(context, "model", "gpt2-tiny", model)
+        seq = _quickly(context, "seq", 128, seq)
+        repeats = _quickly(context, "repeats", 3, repeats)
+    options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
+    from ebbtide.bench.recording_cost import run
+    from ebbtide.devices.heap import tune_memory
+
+    tune_memory(scarce=False)
+    _print(run(**options, report=_say), json)
+
+
+@bench.command()
 def save(
     context: typer.Context,
     model: Model = "gpt2-1b",

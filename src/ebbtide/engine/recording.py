@@ -63,7 +63,8 @@ class Recording:
         self._kept = 0
         self._traces, self._diverged = self._session.traces.count, self._session.cursor.diverged
         self._journal.open()
-        self._mark = _Mark(time.perf_counter(), {}, dict(self._traffic.moved), 0)
+        spent, moved = dict(self._journal.seconds), dict(self._traffic.moved)
+        self._mark = _Mark(time.perf_counter(), spent, moved, self._journal.charged)
         self._say()
         if core.steps:
             self.mark("resumed")
