@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.cli.app import run as command
-from ebbtide.report.figures import POINTS, busy_seconds, explained, flat, thinned
+from ebbtide.report.figures import POINTS, busy_seconds, explained, figures, flat, thinned
 from ebbtide.report.page import as_text
 from ebbtide.report.run_files import read_run
 from pages import lines_of, page_of, small_run
@@ -234,3 +234,22 @@ def test_a_forecast_has_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert command([*flags, "--compare", "--report", str(page)]) == 2
     assert "a page shows one forecast" in capfd.readouterr().err
     assert command([*flags, "--report", str(plain)]) == 0 and json.loads(plain.read_text())["timelines"]
+
+
+def test_where_a_machine_is_named_the_forecast_is_beside_what_came(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('machine = "laptop"\nprecision = "fp32"\n')
+    flags = ["--model", "gpt2-tiny", "--steps", "3", "--seq", "32", "--batch", "1", "--config", str(config)]
+    assert command(["train", *flags, "--out", str(tmp_path / "run"), "--json"]) == 0
+    found = read_run(tmp_path / "run")
+    told = found.facts["forecast"]
+    assert told["fits"] and told["step_seconds"] > 0 and told["machine"] == "laptop"
+    rows = {name: (forecast, came) for name, _, forecast, came in figures(found)["forecast"]}
+    assert rows["seconds a step"][0] == told["step_seconds"] and rows["seconds a step"][1] > 0
+    peak = found.steps[-1]["peak"]["device"]
+    assert rows["most bytes on device"] == (told["peak_bytes"]["device"], peak)
+    assert json.loads(
+        page_of(tmp_path / "run").read_text().partition('id="data">')[2].partition("</script>")[0]
+    )["forecast"]

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from ebbtide.cli.data import Text, load_text
+from ebbtide.cli.doing import doing
 from ebbtide.cli.settings import TrainTask
 from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
@@ -21,8 +22,11 @@ from ebbtide.config import Config
 from ebbtide.engine import initialize, tune_memory
 from ebbtide.engine.recording import Recording
 from ebbtide.errors import ConfigError
+from ebbtide.forecasting.forecaster import Forecaster, Workload
+from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
+from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.sizes import days_left
 from ebbtide.units import format_size
 
@@ -101,6 +105,30 @@ class Training:
         self.recording = self.engine.record(folder)
         self.recording.add_earlier(step.plain() for step in self.history)
         self.recording.describe(task=asdict(self.task), params=self.parameters)
+        if self.config.machine and self.world.first:
+            with doing("forecasting the run, to hold it against what comes"):
+                self.recording.describe(forecast=self._forecast())
+
+    def _forecast(self) -> dict[str, Any]:
+        """What the described machine would do with this model, within this run's budgets."""
+        task, budgets = self.task, self.engine.stats()["budget_bytes"]
+        machine = Machine.read(self.config.machine).with_devices(self.world.size)
+        offload = self.config.offload_activations != OFF
+        work = Workload(self.world.share(task.batch), task.seq, task.checkpoint_activations, offload)
+        answer = Forecaster(self.spec, self.config).answer(
+            machine.with_memory(**budgets), work, explain=False
+        )
+        keys = (
+            "machine",
+            "fits",
+            "step_seconds",
+            "tokens_per_second",
+            "moved_bytes",
+            "peak_bytes",
+            "bound_seconds",
+        )
+        found = answer.to_dict()
+        return {key: found[key] for key in keys}
 
     # -- steps ----------------------------------------------------------------------------------------
 

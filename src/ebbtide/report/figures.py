@@ -49,6 +49,7 @@ def figures(run: RunFiles) -> dict[str, Any]:
         "curves": curves(run.steps),
         "links": link_curves(run.steps),
         "events": [_event(one) for one in [*run.events, *_traces(run.steps)]],
+        "forecast": forecast_rows(run),
         "settings": run.facts.get("settings", []),
         "machine": run.facts.get("machine", {}),
         "result": run.facts.get("result", {}),
@@ -58,6 +59,26 @@ def figures(run: RunFiles) -> dict[str, Any]:
         "lanes": LANES,
         "kinds": KINDS,
     }
+
+
+def forecast_rows(run: RunFiles) -> list[list[Any]]:
+    """What was foretold before the run, and what came: (name, kind of number, forecast, measured)."""
+    found = run.facts.get("forecast")
+    if not isinstance(found, Mapping) or not found.get("fits"):
+        return []
+    last = run.steps[-1] if run.steps else {}
+    rows: list[list[Any]] = [
+        ["seconds a step", "seconds", found.get("step_seconds"), median_seconds(run.steps)],
+        ["the least that any plan would take", "seconds", found.get("bound_seconds"), None],
+    ]
+    for link, count in found.get("moved_bytes", {}).items():
+        measured = last.get("bytes", {}).get(link)
+        if count or measured:
+            rows.append([f"bytes a step, {LANES.get(link, link)}", "bytes", count, measured])
+    for tier, count in found.get("peak_bytes", {}).items():
+        if count:
+            rows.append([f"most bytes on {tier}", "bytes", count, last.get("peak", {}).get(tier)])
+    return rows
 
 
 def title(run: RunFiles) -> str:

@@ -31,6 +31,7 @@ def forecast_figures(answer: Mapping[str, Any], found: Outlook) -> dict[str, Any
         "facts": facts,
         "problems": problems,
         "simulated": True,
+        "forecast": [],
         "recorded": recorded,
         "curves": {},
         "links": {},

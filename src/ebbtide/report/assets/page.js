@@ -401,7 +401,11 @@ function planTables(one) {
     found.push(table(`The plan was made from a ${plan.source} trace; optimizer state of ${Object.entries(plan.homes).map(([home, count]) => `${count} chunks on ${home}`).join(", ")}`,
       ["", "planned", "measured", "planned / measured"], rows, [1, 2, 3]));
   } else if (!data.simulated) found.push(make("p", {}, "No plan was followed in this step."));
-  if (data.forecast) found.push(table("The forecast that was made before the run", ["", "forecast", "measured"], data.forecast, [1, 2]));
+  if (data.forecast.length) {
+    const format = { seconds, bytes };
+    found.push(table("The forecast that was made before the run, on the machine that the config names", ["", "forecast", "measured"],
+      data.forecast.map(([name, kind, told, came]) => [name, format[kind](told), format[kind](came)]), [1, 2]));
+  }
   return found;
 }
 
