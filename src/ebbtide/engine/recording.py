@@ -27,6 +27,7 @@ from ebbtide.report.what_if import Problem
 IN_FULL = (1, 4)
 """Steps of a plan after which the next one is recorded in full: as soon as it runs steadily, and once more."""
 PAGE_BYTES = 4096
+SYMBOLIC = "symbolic"
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Recording:
         self._full: _Full | None = None
         self._kept = 0
         self._traces, self._diverged = self._session.traces.count, self._session.cursor.diverged
+        self._pending = self._session.recording.last is not None
+        """Whether a traced pass is to be learnt of by the next one."""
         self._journal.open()
         spent, moved = dict(self._journal.seconds), dict(self._traffic.moved)
         self._mark = _Mark(time.perf_counter(), spent, moved, self._journal.charged)
@@ -79,8 +82,10 @@ class Recording:
     def add(self, **facts: Any) -> None:
         """Has something to say of the last step: its line is written with it."""
         if self._line is not None:
+            self._journal.turn_to(RECORDING)
             self._line |= facts
             self._write_line()
+            self._journal.turn_to(LOOP)
 
     def mark(self, event: str, **facts: Any) -> None:
         """Something happened after the last step: "evaluated", "checkpoint", or what you like."""
@@ -145,7 +150,9 @@ class Recording:
     def _cut(self, plan: Plan | None) -> tuple[_Mark, StepEvents | None]:
         """Between this step and the next: the counts, and this one's events where they were kept."""
         journal, ledger = self._journal, self._session.ledger
-        in_full = self._steps_of(plan) in IN_FULL and self._kept < MOST_STEPS
+        # The pass after an imagined plan's has another plan: that of what was traced.
+        imagined = plan is not None and plan.record.source == SYMBOLIC
+        in_full = self._steps_of(plan) in IN_FULL and self._kept < MOST_STEPS and not imagined
         self._kept += in_full
         self._session.backend.time_copies(in_full)
         events = StepEvents(time.perf_counter()) if in_full else None
@@ -160,8 +167,11 @@ class Recording:
     def _note_plan(self, line: dict[str, Any]) -> None:
         """Whether this step was traced, or left its plan."""
         traces, cursor = self._session.traces.count, self._session.cursor
-        if traces != self._traces:
-            line["traced"] = traces - self._traces
+        pending = self._session.recording.last is not None  # of this step's pass; the next one learns of it
+        traced = traces - self._traces - self._pending + pending
+        if traced > 0:
+            line["traced"] = traced
+        self._pending = pending
         if cursor.diverged and cursor.diverged != self._diverged:
             line["left_plan"] = cursor.diverged
         self._traces, self._diverged = traces, cursor.diverged

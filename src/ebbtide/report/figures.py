@@ -22,6 +22,7 @@ CURVES = {
     "step_seconds": "seconds a step",
     "rss": "resident memory of the process",
 }
+MICRO = 1e6
 KINDS = {
     "param": "parameters",
     "whole": "parameters, gathered",
@@ -129,14 +130,48 @@ def recorded_step(run: RunFiles, step: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": step["bytes"],
         "busy": busy,
         "counts": counts,
-        "lanes": {lane: _widest(rows, over) for lane, rows in lanes.items() if rows},
+        "lanes": {lane: packed(_widest(rows, over)) for lane, rows in lanes.items() if rows},
         "moments": moments,
-        "levels": step["levels"],
+        "levels": packed_levels(step["levels"]),
         "budget": step.get("budget", {}),
         "peak": step.get("peak", {}),
         "plan": step.get("plan"),
         "lost": step.get("lost", 0),
     }
+
+
+def packed(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Bars by column, times in microseconds: a page has tens of thousands."""
+    kinds = list(dict.fromkeys(row[3] for row in rows))
+    number = {kind: place for place, kind in enumerate(kinds)}
+    found: dict[str, Any] = {
+        "kinds": kinds,
+        "begin": [round(MICRO * row[0]) for row in rows],
+        "span": [_short(MICRO * (row[1] - row[0])) for row in rows],
+        "chunk": [row[2] for row in rows],
+        "kind": [number[row[3]] for row in rows],
+    }
+    if any(row[4] for row in rows):
+        found["bytes"] = [row[4] for row in rows]
+    if not all(row[5] for row in rows):
+        found["known"] = [int(row[5]) for row in rows]
+    return found
+
+
+def packed_levels(rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """By tier: the tags, and for each change its time and the bytes of each tag, with non-model data at the end."""
+    found: dict[str, Any] = {}
+    for tier in dict.fromkeys(row[1] for row in rows):
+        mine = [row for row in rows if row[1] == tier]
+        tags = list(dict.fromkeys(tag for row in mine for tag in row[2]))
+        changes = [[round(MICRO * row[0]), *(row[2].get(tag, 0) for tag in tags), row[3]] for row in mine]
+        found[tier] = {"tags": tags, "rows": changes}
+    return found
+
+
+def _short(micro: float) -> float:
+    """To a tenth of a microsecond where it is short."""
+    return round(micro, 1) if micro < 10 else round(micro)
 
 
 def explained(causes: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -9,7 +9,7 @@ from ebbtide.forecasting.simulation.outlook import Outlook
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import PHASES
 from ebbtide.report.causes import CAUSES, LANES, UNEXPLAINED
-from ebbtide.report.figures import KINDS, NAMES, busy_seconds
+from ebbtide.report.figures import KINDS, NAMES, busy_seconds, packed, packed_levels
 from ebbtide.units import format_size
 
 THREAD, UPDATES, COMPUTING, WAITING = "thread", "updates", "computing", "waiting"
@@ -106,9 +106,9 @@ def _step(found: Outlook, plan: Plan) -> dict[str, Any]:
         "bytes": dict(found.moved_bytes),
         "busy": {lane: _busy(found, lane, rows) for lane, rows in lanes.items()},
         "counts": {},
-        "lanes": {lane: rows for lane, rows in lanes.items() if rows},
+        "lanes": {lane: packed(rows) for lane, rows in lanes.items() if rows},
         "moments": [[begin, *_event(plan, place), place] for place, begin in starts],
-        "levels": [*_device_levels(plan, starts), *_others(found)],
+        "levels": packed_levels([*_device_levels(plan, starts), *_others(found)]),
         "budget": {},
         "peak": {tier: sum(tags.values()) for tier, tags in found.bytes.items()},
         "plan": None,

@@ -424,14 +424,16 @@ class Session:
         if self.sharing is None or not values:
             return values
         bad = [value for value in values if not math.isfinite(value)]
-        return [float(row) for row in self.sharing.ranks.objects((bad or values)[-1])]
+        with self.journal.at(RANKS):
+            return [float(row) for row in self.sharing.ranks.objects((bad or values)[-1])]
 
     def average_unmanaged(self) -> None:
         """Parameters outside the chunks get the mean gradients of the ranks, once for a step."""
         if self.sharing is None:
             return
         if self._averaged[0] != self.micro:
-            self.sharing.average(self.unmanaged.parameters)
+            with self.journal.at(RANKS):
+                self.sharing.average(self.unmanaged.parameters)
             self._averaged = self.micro, self.unmanaged.arrived()
         elif self._averaged[1] != self.unmanaged.arrived():
             raise StateError(

@@ -152,7 +152,31 @@ function verdict() {
 // -- one step: the tide and the schedule share a view ---------------------------------------------------
 
 const state = { place: Math.max(0, data.recorded.findLastIndex((one) => one.rank === 0)), from: 0, to: 1, moment: -1, chunk: -1, lane: 0, bar: -1 };
-const step = () => data.recorded[state.place];
+const unpacked = new Map();
+
+// A step's bars as [begin, end, chunk, kind, bytes, known], and its levels as [begin, tier, tags, non-model].
+function step() {
+  if (!unpacked.has(state.place)) unpacked.set(state.place, unpack(data.recorded[state.place]));
+  return unpacked.get(state.place);
+}
+
+function unpack(one) {
+  const lanes = {};
+  for (const [lane, columns] of Object.entries(one.lanes)) {
+    lanes[lane] = columns.begin.map((begin, place) => [begin / 1e6, (begin + columns.span[place]) / 1e6, columns.chunk[place],
+      columns.kinds[columns.kind[place]], columns.bytes ? columns.bytes[place] : 0, columns.known ? columns.known[place] : 1]);
+  }
+  const levels = [];
+  for (const [tier, { tags, rows }] of Object.entries(one.levels)) {
+    for (const row of rows) {
+      const held = {};
+      tags.forEach((tag, place) => { if (row[place + 1]) held[tag] = row[place + 1]; });
+      levels.push([row[0] / 1e6, tier, held, row[tags.length + 1]]);
+    }
+  }
+  return { ...one, lanes, levels };
+}
+
 const x = (time) => LEFT + ((time - state.from) / (state.to - state.from)) * (WIDTH - LEFT - RIGHT);
 const timeAt = (place) => state.from + ((place - LEFT) / (WIDTH - LEFT - RIGHT)) * (state.to - state.from);
 

@@ -26,6 +26,7 @@ from ebbtide.kernels.crc import crc32
 from ebbtide.layout import Slicing
 from ebbtide.memory.chunk import Chunk
 from ebbtide.memory.chunk_access import copy_out, portions
+from ebbtide.memory.journal import RANKS
 from ebbtide.memory.links import WIRE
 from ebbtide.planner.shape import WHOLE
 from ebbtide.runtime.distributed.agreement import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
@@ -169,7 +170,8 @@ class ChunkSharing:
         if promised is not None:
             return promised
         self.reductions.finish()
-        wishes = self.ranks.agree(wish._replace(used=self._ahead.wanted))
+        with self._store.traffic.journal.at(RANKS):
+            wishes = self.ranks.agree(wish._replace(used=self._ahead.wanted))
         self._ahead.heard(max(one.used for one in wishes))
         served = judge(wish, wishes)
         wanting = [rank for rank, one in enumerate(wishes) if one.what == served]

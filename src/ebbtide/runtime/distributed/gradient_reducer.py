@@ -34,6 +34,7 @@ from ebbtide.devices.device import wait_for_all
 from ebbtide.kernels import Kernels
 from ebbtide.memory.chunk import GATHERED, Chunk
 from ebbtide.memory.chunk_store import ChunkStore
+from ebbtide.memory.journal import RANKS
 from ebbtide.memory.links import WIRE
 from ebbtide.planner.shape import GRAD, WHOLE_GRAD
 from ebbtide.runtime.distributed.rank_groups import Exchanges, RankGroup
@@ -268,13 +269,16 @@ class GradientReducer:
         """Waits until it is known whether what began last is exchanged, or has to wait."""
         if self._denied is not None:
             (index, ready_ranks), self._denied = self._denied, None
-            if any(ready_ranks()):
+            with self._store.traffic.journal.at(RANKS):
+                some_are_ready = any(ready_ranks())
+            if some_are_ready:
                 self.waiting.add(index)
         current = self._current
         if current is None or current.begun is None:
             return
         # The thread has the memory until then, whatever interrupts this one.
-        failed = wait_for_all([current.begun])
+        with self._store.traffic.journal.at(RANKS):
+            failed = wait_for_all([current.begun])
         current.begun = None
         if current.work is None:
             self._let_go()
