@@ -445,8 +445,9 @@ class Queued:
     def done(self) -> bool:
         return self.over
 
-    def span(self) -> tuple[float, float] | None:
-        return self._copied.span()
+    @property
+    def timing(self) -> CopyEvent:
+        return self._copied
 
 
 class LongQueue(CpuBackend):

@@ -87,3 +87,26 @@ def test_events_beyond_the_most_are_counted_and_not_kept(monkeypatch: pytest.Mon
     for _ in range(9):
         one.move("ssd_read", 1, 0, "param", 0.0, ())
     assert len(one.events.moves) == 5 and one.events.lost == 4
+    one.moment(0, 0, {}, 0)
+    assert len(one.events.moments) == 1  # others have their own room
+
+
+def test_what_an_interrupt_left_open_ends_with_the_call(ticks: None) -> None:
+    one = Journal()
+    one.open()
+    one.turn_to("")
+    one.enter(EBBTIDE)
+    one.enter("ssd_read")  # and nobody leaves
+    one.settle()
+    one.turn_to(COMPUTING)
+    one.turn_to(LOOP)
+    assert one.seconds[COMPUTING] == 1.0 and one.seconds[EBBTIDE] == 2.0 and not one._stack
+
+
+def test_after_a_save_the_time_is_the_loops_again(ticks: None) -> None:
+    one = Journal()
+    one.open()
+    with one.apart("saving"):
+        pass
+    one.turn_to("")
+    assert one.seconds[LOOP] == 2.0

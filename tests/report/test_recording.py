@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -159,16 +161,19 @@ def test_a_run_that_goes_on_has_its_lines_before(tmp_path: Path) -> None:
     train(tmp_path, steps=6, **SMALL)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "loss": 1.')
-    writer = RunWriter(tmp_path, 4)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    writer = RunWriter(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before  # nothing goes before something comes
+    assert writer.begin(4) == {1, 2, 3, 4}
     writer.line({"step": 5, "loss": 0.0})
-    assert writer.steps_before == {1, 2, 3, 4}
     writer.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4, 5]
+    assert (tmp_path / "metrics.earlier.jsonl").read_bytes() == before
     assert all(int(path.name[:6]) <= 4 for path in (tmp_path / "steps").iterdir())
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, 0)
+    writer = RunWriter(tmp_path)
     engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
     with pytest.raises(ConfigError, match=r"another run writes to .* now; wait for its end"):
         engine.record(tmp_path)
@@ -176,13 +181,13 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     engine.record(tmp_path)
     engine.record(tmp_path)  # the same engine again: the recording before it ends
     engine.close()
-    RunWriter(tmp_path, 0).close()
+    RunWriter(tmp_path).close()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written to"):
-        RunWriter(tmp_path / "file", 0)
+        RunWriter(tmp_path / "file")
 
 
 def test_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -196,19 +201,124 @@ def test_not_in_the_middle_of_a_step(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_recording_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = RunWriter.line
+    """Whichever bytes of a line the disk still took."""
+    begin = RunWriter.begin
 
-    def full(self: RunWriter, facts: Any) -> None:
-        if facts["step"] == 3:
-            raise OSError(28, "No space left on device")
-        line(self, facts)
+    def on_a_full_disk(self: RunWriter, after: int) -> set[int]:
+        found = begin(self, after)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), self._metrics)
+        return found
 
     plain, _ = train(None, **SMALL)
-    monkeypatch.setattr(RunWriter, "line", full)
+    monkeypatch.setattr(RunWriter, "begin", on_a_full_disk)
     with pytest.warns(EbbtideWarning, match="cannot be written to any more .No space left on device"):
         sha, _ = train(tmp_path, **SMALL)
-    assert sha == plain and [one["step"] for one in lines(tmp_path)] == [1, 2]
-    RunWriter(tmp_path, 0).close()  # nobody holds it
+    assert sha == plain and lines(tmp_path) == []
+    monkeypatch.undo()
+    RunWriter(tmp_path).close()  # nobody holds it
+
+
+def test_whatever_goes_wrong_in_recording_ends_it_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: Any) -> Any:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(module, "plain_step", wrong)
+    plain, _ = train(None, **SMALL)
+    with pytest.warns(EbbtideWarning, match="ZeroDivisionError: of ours"):
+        sha, _ = train(tmp_path, **SMALL)
+    assert sha == plain and len(lines(tmp_path)) >= 3
+    monkeypatch.undo()
+    with pytest.warns(EbbtideWarning, match="the last lines"):
+        engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+        recording = engine.record(tmp_path / "other")
+        monkeypatch.setattr(type(recording), "close", wrong)
+        engine.close()
+    assert engine.closed and not any(engine._tiers.backend.held().values())
+
+
+def test_loading_a_checkpoint_after_record_keeps_the_lines_before_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for again in (False, True):
+        engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+        engine.record(run)
+        if again:
+            engine.load(tmp_path / "kept")
+        for number in range(engine.steps, engine.steps + 4):
+            engine.backward(loss_of(engine, number))
+            engine.step()
+            if not again and number == 1:
+                engine.save(tmp_path / "kept")
+        engine.close()
+    found = [line.get("event", line["step"]) for line in lines(run)]
+    assert found == [1, 2, "resumed", 3, 4, 5, 6]
+
+
+def test_numbers_of_tensors_and_anything_else_are_kept_and_own_names_refused(tmp_path: Path) -> None:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    recording = engine.record(tmp_path)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    with pytest.raises(ConfigError, match="'peak' is a name of ebbtide's own"):
+        recording.add(peak=0.9)
+    with pytest.raises(ConfigError, match="'model' is a name of ebbtide's own"):
+        recording.describe(model="mine")
+    recording.add(accuracy=torch.tensor(0.5), where=tmp_path, worst=float("nan"))
+    recording.mark("evaluated", step=7, event="x", loss=torch.tensor([1.0]))
+    recording.describe(note=tmp_path)
+    recording.describe(note="again")
+    engine.close()
+    step, event = lines(tmp_path)
+    assert step["accuracy"] == 0.5 and step["where"] == str(tmp_path) and step["worst"] is None
+    assert event == {"step": 1, "event": "evaluated", "loss": 1.0}
+    assert json.loads((tmp_path / "run.json").read_text())["note"] == "again"
+
+
+def test_an_engine_that_nobody_holds_gives_its_folder_back(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    with pytest.raises(ConfigError, match="another run writes"):
+        RunWriter(tmp_path)
+    del writer
+    gc.collect()
+    RunWriter(tmp_path).close()
+
+
+def test_skipped_steps_have_lines_of_their_own(tmp_path: Path) -> None:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL, nonfinite="continue"))
+    engine.record(tmp_path)
+    for number in range(4):
+        engine.backward(loss_of(engine, number) * (float("nan") if number == 1 else 1.0))
+        engine.step()
+    engine.close()
+    assert [(line["step"], line["skipped"]) for line in lines(tmp_path)] == [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+
+
+def test_evaluations_and_what_follows_a_save_have_their_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of them is unexplained, and no step with one beside it is kept in full."""
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.record(tmp_path / "run")
+    for number in range(8):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+        if number in (1, 4):
+            with torch.no_grad():
+                loss_of(engine, 0)
+        if number == 5:
+            engine.save(tmp_path / "kept")
+            assert engine._session.journal._outside == journal.LOOP
+    engine.close()
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found if "evaluation" in line["causes"]] == [3, 6]
+    assert [line["step"] for line in found if "saving" in line["causes"]] == [7]
+    assert [step["step"] for step in full_steps(tmp_path / "run")] == [4, 8]
 
 
 def test_many_plans_leave_few_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +328,8 @@ def test_many_plans_leave_few_files_of_bounded_size(tmp_path: Path, monkeypatch:
     found = full_steps(tmp_path)
     assert len(found) == 2
     for step in found:
-        assert sum(len(step[rows]) for rows in ("moments", "spans", "moves", "updates", "levels")) <= 60
-        assert step["lost"] > 0
+        assert all(len(step[rows]) <= 60 for rows in ("moments", "spans", "moves", "updates", "levels"))
+        assert step["lost"] > 0 and len(step["spans"]) == 60
 
 
 def test_a_loss_that_the_engine_was_not_given_is_not_made_up(tmp_path: Path) -> None:

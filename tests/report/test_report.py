@@ -198,6 +198,8 @@ def test_what_the_causes_leave_is_a_row_of_its_own() -> None:
 def test_another_rank_has_its_steps_on_the_page(run: Path, kept: Path) -> None:
     shutil.copytree(kept, run / "rank-1")
     (run / "rank-1" / "run.json").unlink()
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "ranks": 2}))
     found = read_run(run)
     assert [one.rank for one in found.everyone] == [0, 1]
     assert any(problem.startswith("rank 1: run.json is missing") for problem in found.problems)
@@ -253,3 +255,46 @@ def test_where_a_machine_is_named_the_forecast_is_beside_what_came(
     assert json.loads(
         page_of(tmp_path / "run").read_text().partition('id="data">')[2].partition("</script>")[0]
     )["forecast"]
+
+
+def test_whatever_the_loop_wrote_the_page_opens(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads((run / "run.json").read_text())
+    facts |= {"task": "finetune", "result": [1], "machine": 3, "forecast": "none"}
+    (run / "run.json").write_text(json.dumps(facts))
+    with (run / "metrics.jsonl").open("a") as file:
+        for line in (
+            {"step": 8, "seconds": "3 s", "bytes": 7, "causes": [1], "tokens": None},
+            {"step": 9, "event": 4},
+        ):
+            file.write(json.dumps(line) + "\n")
+    status, said = reported(run, capfd)
+    assert status == 0 and "A step takes" in said
+
+
+def test_what_comes_between_steps_is_in_no_rate(run: Path) -> None:
+    """A recorded step with an evaluation beside it is judged without it."""
+    path = max((run / "steps").iterdir())
+    step = json.loads(gzip.decompress(path.read_bytes()))
+    before = page_of(run).read_text()
+    step["causes"] |= {"evaluation": 100.0, "recording": 50.0}
+    step["seconds"] += 150.0
+    path.write_bytes(gzip.compress(json.dumps(step).encode()))
+    found, was = (
+        json.loads(t.partition('id="data">')[2].partition("</script>")[0])
+        for t in (page_of(run).read_text(), before)
+    )
+    assert found["verdict"]["sentence"].partition(";")[0] == was["verdict"]["sentence"].partition(";")[0]
+    assert "evaluation" not in found["verdict"]["sentence"]
+
+
+def test_events_that_were_lost_are_said(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = max((run / "steps").iterdir())
+    step = json.loads(gzip.decompress(path.read_bytes()))
+    path.write_bytes(gzip.compress(json.dumps({**step, "lost": 36}).encode()))
+    status, said = reported(run, capfd)
+    assert status == 0 and "36 events were too many to be kept" in said
+
+
+def test_ranks_that_an_earlier_run_had_are_not_shown(run: Path, kept: Path) -> None:
+    shutil.copytree(kept, run / "rank-1")
+    assert [one.rank for one in read_run(run).everyone] == [0]

@@ -15,6 +15,7 @@ import torch
 
 from ebbtide.cli.data import Text, load_text
 from ebbtide.cli.doing import doing
+from ebbtide.cli.output import say
 from ebbtide.cli.settings import TrainTask
 from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
@@ -49,10 +50,14 @@ class Step:
     skipped: bool
     valid_loss: float | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As the metrics have it."""
-        found = {"step": self.number, "loss": self.loss, "lr": self.lr, "skipped": self.skipped}
+    def said(self) -> dict[str, Any]:
+        """What the metrics have of it beside the engine's own numbers."""
+        found = {"loss": self.loss, "lr": self.lr, "skipped": self.skipped}
         return found if self.grad_norm is None else {**found, "grad_norm": self.grad_norm}
+
+    def plain(self) -> dict[str, Any]:
+        """As a line."""
+        return {"step": self.number, **self.said()}
 
 
 class Training:
@@ -107,7 +112,15 @@ class Training:
         self.recording.describe(task=asdict(self.task), params=self.parameters)
         if self.config.machine and self.world.first:
             with doing("forecasting the run, to hold it against what comes"):
-                self.recording.describe(forecast=self._forecast())
+                self._foretell()
+
+    def _foretell(self) -> None:
+        """What cannot be foretold keeps no run from training."""
+        assert self.recording is not None
+        try:
+            self.recording.describe(forecast=self._forecast())
+        except Exception as error:
+            say(f"no forecast was made of this run: {error}")
 
     def _forecast(self) -> dict[str, Any]:
         """What the described machine would do with this model, within this run's budgets."""
@@ -140,7 +153,7 @@ class Training:
                 step = self._step(number)
                 self.history.append(step)
                 if self.recording is not None:
-                    self.recording.add(**step.plain())
+                    self.recording.add(**step.said())
                     if step.valid_loss is not None:
                         self.recording.mark("evaluated", valid_loss=step.valid_loss)
             yield step

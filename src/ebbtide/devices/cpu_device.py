@@ -94,6 +94,10 @@ class CopyEvent:
     def done(self) -> bool:
         return self._flag.is_set()
 
+    @property
+    def timing(self) -> CopyEvent:
+        return self
+
     def span(self) -> tuple[float, float] | None:
         return (self._begun, self._ended) if self._flag.is_set() else None
 

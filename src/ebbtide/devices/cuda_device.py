@@ -50,6 +50,10 @@ class StreamEvent:
     def done(self) -> bool:
         return self._event.query()
 
+    @property
+    def timing(self) -> StreamEvent:
+        return self
+
     def span(self) -> tuple[float, float] | None:
         if self._begun is None or self._clock is None or not self.done():
             return None

@@ -24,8 +24,10 @@ class Event(Protocol):
 
     def done(self) -> bool: ...
 
-    def span(self) -> tuple[float, float] | None:
-        """When it began and ended, as `time.perf_counter` has it; None where it is not over, or nothing was timed."""
+    @property
+    def timing(self) -> Any:
+        """What knows when it began and ended (`span`, in `time.perf_counter`'s seconds; None where it is not over, or
+        nothing was timed), and keeps nothing else alive."""
 
 
 def wait_for_all(events: Iterable[Event], host: bool = False) -> BaseException | None:
@@ -108,10 +110,10 @@ OURS = "ebbtide-"
 """What the names of our threads begin with."""
 
 
-def when_gone(owner: object, work: Callable[[], None]) -> None:
+def when_gone(owner: object, work: Callable[[], None]) -> Callable[[], object]:
     """Does the work when the owner is collected, or the process ends; not in a forked child, which has the memory, and
-    none of the threads."""
-    weakref.finalize(owner, _not_on_ours, os.getpid(), work)
+    none of the threads. What it gives does it at once, and then no more."""
+    return weakref.finalize(owner, _not_on_ours, os.getpid(), work)
 
 
 def _not_on_ours(process: int, work: Callable[[], None]) -> None:

@@ -64,6 +64,8 @@ class EngineCore:
         """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
         self.process = os.getpid()
         """The one that has the engine's threads; a forked child of it does not."""
+        self._calls = 0
+        """Passes and steps that are under way, one within another."""
         self._turn = threading.RLock()
 
     def open(self) -> Session:
@@ -95,11 +97,15 @@ class EngineCore:
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """Around a pass or a step: what the thread does between them is the loop's own."""
-        journal = self.session.journal
+        journal, outermost = self.session.journal, not self._calls
+        self._calls += 1
         journal.turn_to("")
         try:
             yield
         finally:
+            self._calls -= 1
+            if outermost:
+                journal.settle()
             journal.turn_to(LOOP)
 
     def check(self) -> None:

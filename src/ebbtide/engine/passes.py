@@ -137,7 +137,8 @@ class Passes:
     def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
         self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
         try:
-            return self._forward(self._core.module, args, kwargs)
+            with self._core.in_call():
+                return self._forward(self._core.module, args, kwargs)
         except BaseException:
             self._core.clear()
             raise
@@ -159,7 +160,7 @@ class Passes:
         session = self._session
         session.updates.regroup(self._core.optimizer.param_groups)
         try:
-            with session.reversing(last):
+            with self._core.in_call(), session.reversing(last):
                 yield
         except BaseException:
             self._core.clear()

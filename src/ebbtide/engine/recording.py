@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,32 @@ from ebbtide.engine.core import EngineCore
 from ebbtide.engine.recorded_step import plain_step
 from ebbtide.engine.run_facts import run_facts
 from ebbtide.engine.stepping import StepResult
-from ebbtide.errors import StateError, warn_user
-from ebbtide.memory.journal import LOOP, RECORDING, StepEvents
+from ebbtide.errors import ConfigError, StateError, warn_user
+from ebbtide.memory.journal import EVALUATION, LOOP, RECORDING, SAVING, StepEvents
 from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.plans import Plan
-from ebbtide.report.run_folder import MOST_STEPS, RunWriter, rank_folder
+from ebbtide.report.run_folder import MOST_STEPS, RunWriter, rank_folder, step_files
 from ebbtide.report.what_if import Problem
 
 IN_FULL = (1, 4)
 """Steps of a plan after which the next one is recorded in full: as soon as it runs steadily, and once more."""
+OWN = frozenset(
+    (
+        "step",
+        "time",
+        "seconds",
+        "tokens",
+        "causes",
+        "charges",
+        "bytes",
+        "peak",
+        "budget",
+        "rss",
+        "traced",
+        "left_plan",
+    )
+) | {"event"}
+"""Names in a step's line that only the engine writes."""
 PAGE_BYTES = 4096
 SYMBOLIC = "symbolic"
 
@@ -49,8 +68,14 @@ class Recording:
         self._journal, self._traffic = self._session.journal, self._session.store.traffic
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.folder = rank_folder(Path(folder), rank)
-        self._writer: RunWriter | None = RunWriter(self.folder, core.steps)
         self._facts = {"started": _now(), **run_facts(core)}
+        self._said: set[str] = set()
+        """Which of the facts the loop has said."""
+        self._writer: RunWriter | None = RunWriter(self.folder)
+        self._begun = False
+        """Whether something was written, by which it is decided what stays of an earlier run."""
+        self._number = core.steps
+        """Of the last step, those that were skipped among them."""
         self._last: dict[str, Any] | None = None
         self._line: dict[str, Any] | None = None
         """Of the last step; it is written as soon as another one begins, or something is added to it."""
@@ -58,9 +83,11 @@ class Recording:
         self._pieces = 1
         """Of how many losses the step's is the mean; what the loop has divided by itself it only adds up."""
         self._tokens = 0
-        self._plans: list[tuple[Callable[[], Plan | None], int]] = []
+        self._plans: list[tuple[weakref.ref[Plan] | None, int]] = []
         """Those that steps ran by, and how many did."""
         self._full: _Full | None = None
+        self._again = False
+        """The step that was to be kept in full had something beside it: the next one is."""
         self._kept = 0
         self._traces, self._diverged = self._session.traces.count, self._session.cursor.diverged
         self._pending = self._session.recording.last is not None
@@ -69,8 +96,6 @@ class Recording:
         spent, moved = dict(self._journal.seconds), dict(self._traffic.moved)
         self._mark = _Mark(time.perf_counter(), spent, moved, self._journal.charged)
         self._say()
-        if core.steps:
-            self.mark("resumed")
 
     @property
     def last(self) -> Mapping[str, Any] | None:
@@ -81,29 +106,35 @@ class Recording:
 
     def add(self, **facts: Any) -> None:
         """Has something to say of the last step: its line is written with it."""
-        if self._line is not None:
-            self._journal.turn_to(RECORDING)
+        _refuse(facts, OWN, "add")
+        if self._line is None:
+            return
+        self._journal.turn_to(RECORDING)
+        try:
             self._line |= facts
             self._write_line()
+        finally:
             self._journal.turn_to(LOOP)
 
-    def mark(self, event: str, **facts: Any) -> None:
+    def mark(self, event: str, /, **facts: Any) -> None:
         """Something happened after the last step: "evaluated", "checkpoint", or what you like."""
         self._write_line()
-        self._guarded(lambda writer: writer.line({"event": event, "step": self._core.steps, **facts}))
+        line = {**facts, "event": event, "step": max(1, self._number)}
+        self._guarded(lambda writer: writer.line(line))
 
     def describe(self, **facts: Any) -> None:
         """Of the run as a whole: what it was asked for, what it came to."""
+        _refuse(facts, {*self._facts} - {*self._said}, "describe")
+        self._said |= facts.keys()
         self._facts |= facts
         self._say()
 
     def add_earlier(self, steps: Iterable[Mapping[str, Any]]) -> None:
         """Steps that the run took in another folder, before this one was its."""
-        if self._writer is not None:
-            there = self._writer.steps_before
-            for step in steps:
-                if step["step"] not in there:
-                    self._guarded(lambda writer, line=step: writer.line(line))
+        there = self._begin()
+        for step in steps:
+            if step["step"] not in there:
+                self._guarded(partial(RunWriter.line, facts=step))
 
     # -- what the engine says -------------------------------------------------------------------------
 
@@ -116,17 +147,29 @@ class Recording:
         self._pieces = self._core.config.accumulate * self._session.pieces
 
     def after_step(self, result: StepResult) -> None:
-        if self._writer is None or not (result.updated or result.skipped):
-            return
+        """Whatever goes wrong in here ends the recording, and not the training."""
+        if self._writer is not None and (result.updated or result.skipped):
+            self._guarded(lambda _: self._take(result))
+
+    def _take(self, result: StepResult) -> None:
         self._journal.turn_to(RECORDING)
         self._write_line()
         self._write_full()
+        if not self._begun:
+            self._number = self._core.steps - result.updated  # a checkpoint may have been loaded meanwhile
+            self._begin()
+        self._number += 1
         plan, before = self._session.cursor.plan, self._mark
+        beside = any(
+            self._journal.seconds.get(c, 0.0) > before.causes.get(c, 0.0) for c in (EVALUATION, SAVING)
+        )
+        if beside and self._journal.events is not None:
+            self._again, self._kept = True, self._kept - 1
         now, events = self._cut(plan)
         losses = [float(loss) for loss in self._losses]
         seconds = {cause: now.causes[cause] - before.causes.get(cause, 0.0) for cause in now.causes}
         self._last = self._line = line = {
-            "step": self._core.steps if result.updated else self._core.steps + 1,
+            "step": self._number,
             "time": round(time.time(), 3),
             "loss": sum(losses) / self._pieces if losses else None,
             "lr": self._core.optimizer.param_groups[0]["lr"],
@@ -143,16 +186,17 @@ class Recording:
         }
         self._losses, self._tokens = [], 0
         self._note_plan(line)
-        if events is not None:
+        if events is not None and not beside:
             events.end = now.at
-            self._full = _Full(line["step"], events, plan, self._problem(plan), dict(line))
+            self._full = _Full(self._number, events, plan, self._problem(plan), dict(line))
 
     def _cut(self, plan: Plan | None) -> tuple[_Mark, StepEvents | None]:
         """Between this step and the next: the counts, and this one's events where they were kept."""
         journal, ledger = self._journal, self._session.ledger
         # The pass after an imagined plan's has another plan: that of what was traced.
         imagined = plan is not None and plan.record.source == SYMBOLIC
-        in_full = self._steps_of(plan) in IN_FULL and self._kept < MOST_STEPS and not imagined
+        due = self._steps_of(plan) in IN_FULL or self._again
+        in_full, self._again = due and self._kept < MOST_STEPS and not imagined, False
         self._kept += in_full
         self._session.backend.time_copies(in_full)
         events = StepEvents(time.perf_counter()) if in_full else None
@@ -190,18 +234,16 @@ class Recording:
     def _steps_of(self, plan: Plan | None) -> int:
         """How many steps ran by this plan, this one among them; without a plan all of them are of one."""
         for place, (known, count) in enumerate(self._plans):
-            if known() is plan:
+            if (known is None and plan is None) or (known is not None and known() is plan is not None):
                 self._plans[place] = known, count + 1
                 return count + 1
-        self._plans.append((_no_plan if plan is None else weakref.ref(plan), 1))
+        self._plans.append((None if plan is None else weakref.ref(plan), 1))
         return 1
 
     def _write_full(self) -> None:
         full, self._full = self._full, None
         if full is not None:
-            content = plain_step(full.events, full.plan, full.facts)
-            content["problem"] = None if full.problem is None else full.problem.plain()
-            self._guarded(lambda writer: writer.step(full.number, content))
+            self._guarded(lambda writer: writer.step(full.number, _content(full)))
 
     # -- files ----------------------------------------------------------------------------------------
 
@@ -214,36 +256,63 @@ class Recording:
     def _say(self) -> None:
         self._guarded(lambda writer: writer.describe(self._facts))
 
-    def _guarded(self, write: Any) -> None:
-        """A disk that is full ends the recording, and not the training."""
+    def _begin(self) -> set[int]:
+        """Before the first line: what is kept of an earlier part of the run. Gives the steps that have a line."""
+        if self._begun or self._writer is None:
+            return set()
+        self._begun = True
+        there: set[int] = set()
+        self._guarded(lambda writer: there.update(writer.begin(self._number)))
+        self._kept = len(step_files(self.folder))
+        if self._number:
+            self.mark("resumed")
+        return there
+
+    def _guarded(self, write: Callable[[RunWriter], object]) -> None:
+        """What cannot be written ends the recording, and not the training."""
         if self._writer is None:
             return
         try:
             write(self._writer)
-        except OSError as error:
+        except Exception as error:
             self._give_up()
+            if isinstance(error, OSError):
+                why, do = str(error.strerror), "Free some space, and call engine.record() again"
+            else:
+                why, do = f"{type(error).__name__}: {error}", "Please report this"
             warn_user(
-                f"record: {self.folder} cannot be written to any more ({error.strerror}); training goes on, and what it "
-                "does from here on is not recorded. Free some space, and call engine.record() again"
+                f"record: {self.folder} cannot be written to any more ({why}); training goes on, and what it does from "
+                f"here on is not recorded. {do}"
             )
 
     def _give_up(self) -> None:
         writer, self._writer = self._writer, None
+        if self._journal.events is not None:
+            self._session.backend.time_copies(False)
         self._journal.close()
         if writer is not None:
-            writer.close()
+            with suppress(OSError):
+                writer.close()
 
     def close(self) -> None:
         """Writes what is left. It can be called again."""
         if self._writer is None:
             return
-        if self._journal.events is not None:
-            self._session.backend.time_copies(False)
-            self._journal.events = None
         self._write_full()
         self._write_line()
-        self.describe(ended=_now())
+        self._facts |= {"ended": _now()}
+        self._say()
         self._give_up()
+
+    def end(self) -> None:
+        """The engine is being closed, whatever becomes of what is left to be written."""
+        try:
+            self.close()
+        except Exception as error:
+            self._writer = None
+            warn_user(
+                f"record: the last lines of {self.folder} were not written ({type(error).__name__}: {error})"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +325,16 @@ class _Mark:
     charged: int
 
 
-def _no_plan() -> None:
-    """In place of a reference to a plan."""
+def _content(full: _Full) -> dict[str, Any]:
+    problem = None if full.problem is None else full.problem.plain()
+    return {**plain_step(full.events, full.plan, full.facts), "problem": problem}
+
+
+def _refuse(facts: Mapping[str, Any], taken: Collection[str], method: str) -> None:
+    """Names under which ebbtide writes numbers of its own."""
+    both = sorted(facts.keys() & {*taken})
+    if both:
+        raise ConfigError(f"recording.{method}: {both[0]!r} is a name of ebbtide's own there; choose another")
 
 
 def record(core: EngineCore, folder: str | Path, before: Recording | None) -> Recording:

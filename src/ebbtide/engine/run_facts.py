@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,6 @@ def run_facts(core: EngineCore) -> dict[str, Any]:
     return {
         "ebbtide": version("ebbtide"),
         "commit": _commit(),
-        "command": " ".join(sys.argv[:200]),
         "machine": machine_facts(session.backend.kind),
         "ranks": 1 if ranks is None else ranks.size,
         "rank": 0 if ranks is None else ranks.rank,

@@ -199,6 +199,8 @@ class Engine:
 
     def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of a micro-batch, of which several are one pass: `backpropagating` says when it ends."""
+        if self._recording is not None:
+            self._recording.saw(args, kwargs)
         return self._passes.forward_of_pass(*args, **kwargs)
 
     def abandon_pass(self) -> None:
@@ -374,7 +376,7 @@ class Engine:
         if os.getpid() != self._core.process:
             return  # memory and files are the parent's to give back
         if self._recording is not None:
-            self._recording.close()
+            self._recording.end()
         self._checkpoints.saver.close()
         self._session.swapped = ""
         for average in list(self._session.averages):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from ebbtide.devices.device import OURS, Event
 
@@ -21,7 +22,14 @@ COMPUTING, LOOP, EBBTIDE, PLANNING, GRADIENTS = "computing", "loop", "ebbtide", 
 UPDATES, UPDATE_WAIT, DEVICE_WAIT, RANKS = "updates", "update_wait", "device_wait", "ranks"
 EVALUATION, SAVING, RECORDING = "evaluation", "saving", "recording"
 MOST = 100_000
-"""Events of a step; what comes after so many is counted and not kept."""
+"""Events of a kind in a step; what comes after so many is counted and not kept."""
+Kept = TypeVar("Kept")
+
+
+class Timing(Protocol):
+    """When something began and ended, as it is known by the time it is asked for."""
+
+    def span(self) -> tuple[float, float] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,9 @@ class MoveEvent:
     kind: str
     nbytes: int
     issued: float
-    events: Sequence[Event] = ()
-    """Of its parts. They know when each began and ended, where the device can tell."""
+    parts: Sequence[Timing] = ()
+    """They know when each part began and ended, where the device can tell. They hold nothing else: neither memory nor
+    collectives stay alive for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +99,25 @@ class StepEvents:
     levels: list[LevelEvent] = field(default_factory=list)
     latest: dict[str, LevelEvent] = field(default_factory=dict)
     """By tier."""
-    count: int = 0
-    """Of all events, those included that are too many to be kept."""
+    lost: int = 0
+    """Events beyond the most of a kind that are kept."""
 
-    @property
-    def lost(self) -> int:
-        return max(0, self.count - MOST)
+    def keep(self, kept: list[Kept], event: Kept) -> None:
+        if len(kept) < MOST:
+            kept.append(event)
+        else:
+            self.lost += 1
 
-    def has_room(self) -> bool:
-        """For one more, which counts."""
-        self.count += 1
-        return self.count <= MOST
+
+@dataclass(slots=True)
+class _Open:
+    """A piece of the training thread's time that has not ended."""
+
+    cause: str
+    begin: float
+    chunk: int
+    nested: float = 0.0
+    """Seconds of the pieces within."""
 
 
 class _Piece:
@@ -131,8 +148,7 @@ class Journal:
         """How often something was charged."""
         self.events: StepEvents | None = None
         """Of the step that is recorded in full, while one is."""
-        self._stack: list[tuple[str, float, int]] = []
-        self._nested: list[float] = []
+        self._stack: list[_Open] = []
         self._outside = ""
         self._since = 0.0
 
@@ -140,7 +156,7 @@ class Journal:
 
     def open(self) -> None:
         self.on = True
-        self._stack, self._nested = [], []
+        self._stack = []
         self._outside, self._since = LOOP, time.perf_counter()
 
     def close(self) -> None:
@@ -151,20 +167,24 @@ class Journal:
         now = time.perf_counter()
         if not self._stack:
             self._charge(self._outside, self._since, now, 0.0)
-        self._stack.append((cause, now, chunk))
-        self._nested.append(0.0)
+        self._stack.append(_Open(cause, now, chunk))
 
     def leave(self) -> None:
         """It has ended."""
         now = time.perf_counter()
         if not self._stack:
             return  # the journal was opened in the midst of it
-        cause, begin, chunk = self._stack.pop()
-        self._charge(cause, begin, now, self._nested.pop(), chunk)
+        piece = self._stack.pop()
+        self._charge(piece.cause, piece.begin, now, piece.nested, piece.chunk)
         if self._stack:
-            self._nested[-1] += now - begin
+            self._stack[-1].nested += now - piece.begin
         else:
             self._since = now
+
+    def settle(self) -> None:
+        """The engine's call is over: what an interrupt left open in it ends here."""
+        while self._stack:
+            self.leave()
 
     def turn_to(self, cause: str) -> None:
         """What the thread is at between the pieces that say so themselves; "" for what nobody has a name for."""
@@ -182,8 +202,8 @@ class Journal:
         self.charged += 1
         self.seconds[cause] = self.seconds.get(cause, 0.0) + end - begin - nested
         events = self.events
-        if events is not None and events.has_room():
-            events.spans.append(PieceEvent(cause, begin, end, len(self._stack), chunk))
+        if events is not None:
+            events.keep(events.spans, PieceEvent(cause, begin, end, len(self._stack), chunk))
 
     def at(self, cause: str, chunk: int = -1) -> AbstractContextManager[None]:
         """Around a piece of work. On a thread of ours it is not the step's time."""
@@ -195,12 +215,13 @@ class Journal:
         if not self.on:
             yield
             return
+        outside = self._outside
         self.turn_to("")
         self.on, begin = False, time.perf_counter()
         try:
             yield
         finally:
-            self.on, self._since = True, time.perf_counter()
+            self.on, self._since, self._outside = True, time.perf_counter(), outside
             self._charge(cause, begin, self._since, 0.0)
 
     # -- events ---------------------------------------------------------------------------------------
@@ -208,10 +229,9 @@ class Journal:
     def moment(self, event: int, position: int, tiers: Mapping[str, Mapping[str, int]], level: int) -> None:
         """A moment begins. `tiers`: what each holds, by tag; `level`: what the device leaves to non-model data."""
         events = self.events
-        if events is None or not events.has_room():
-            return
-        events.moments.append(MomentEvent(time.perf_counter(), event, position))
-        self.note_levels(tiers, level)
+        if events is not None:
+            events.keep(events.moments, MomentEvent(time.perf_counter(), event, position))
+            self.note_levels(tiers, level)
 
     def note_levels(self, tiers: Mapping[str, Mapping[str, int]], level: int) -> None:
         """What has changed since it was noted last."""
@@ -223,16 +243,18 @@ class Journal:
             held = {tag: count for tag, count in tags.items() if count}
             beside = level if tier == "device" else 0
             before = events.latest.get(tier)
-            if (before is None or before.tags != held or before.non_model != beside) and events.has_room():
+            if before is None or before.tags != held or before.non_model != beside:
                 events.latest[tier] = found = LevelEvent(now, tier, held, beside)
-                events.levels.append(found)
+                events.keep(events.levels, found)
 
     def move(
         self, link: str, nbytes: int, chunk: int | None, kind: str, issued: float, parts: Sequence[Event]
     ) -> None:
         events = self.events
-        if events is not None and events.has_room():
-            events.moves.append(MoveEvent(link, chunk, kind, nbytes, issued or time.perf_counter(), parts))
+        if events is not None:
+            timings = [part.timing for part in parts]
+            found = MoveEvent(link, chunk, kind, nbytes, issued or time.perf_counter(), timings)
+            events.keep(events.moves, found)
 
     @contextmanager
     def updating(self, chunk: int, tier: str) -> Iterator[None]:
@@ -249,8 +271,8 @@ class Journal:
             if not beside:
                 self.leave()
             events = self.events
-            if events is not None and events.has_room():
-                events.updates.append(UpdateEvent(chunk, tier, begin, time.perf_counter(), beside))
+            if events is not None:
+                events.keep(events.updates, UpdateEvent(chunk, tier, begin, time.perf_counter(), beside))
 
 
 def _on_ours() -> bool:
@@ -272,6 +294,10 @@ class Here:
     def span(self) -> tuple[float, float]:
         return self.begin, self.end
 
+    @property
+    def timing(self) -> Here:
+        return self
+
     def wait(self) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -282,7 +308,7 @@ class Here:
 
 def extent(move: MoveEvent) -> tuple[float, float] | None:
     """When a move's bytes began to flow, and when the last were there; None where its events cannot say."""
-    spans = [found for event in move.events if (found := event.span()) is not None]
-    if len(spans) < len(move.events) or not spans:
+    spans = [found for part in move.parts if (found := part.span()) is not None]
+    if len(spans) < len(move.parts) or not spans:
         return None
     return min(begin for begin, _ in spans), max(end for _, end in spans)

@@ -73,8 +73,12 @@ class Crossing:
 
     synchronize = wait
 
+    @property
+    def timing(self) -> Crossing:
+        return self
+
     def span(self) -> tuple[float, float] | None:
-        spans = [found for one in self.requests if (found := one.span()) is not None]
+        spans = [found for one in self.requests if (found := one.timing.span()) is not None]
         if not spans or not self.done():
             return None
         return min(begin for begin, _ in spans), max(end for _, end in spans)

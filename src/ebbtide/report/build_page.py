@@ -16,8 +16,8 @@ from ebbtide.report.what_if import WhatIf, what_if
 
 def figures_of(run: RunFiles) -> dict[str, Any]:
     """Asks the planner what would change the last step that was recorded."""
-    found = figures(run)
     asked = _asked_again(run)
+    found = figures(run)
     if asked is not None:
         shown = [one for one in found["recorded"] if one["rank"] == run.rank][-1]
         if shown["plan"] is not None:
@@ -31,14 +31,14 @@ def _asked_again(run: RunFiles) -> WhatIf | None:
     try:
         kind = run.facts.get("machine", {}).get("device", "cpu")
         return what_if(run.recorded[-1], kind, int(run.facts.get("ranks", 1)))
-    except (KeyError, TypeError, ValueError, LookupError) as error:
+    except Exception as error:  # the rest of the page is worth showing
         run.problems.append(f"the planner could not be asked again ({type(error).__name__}: {error})")
         return None
 
 
 def write_page(found: dict[str, Any], path: Path) -> None:
     try:
-        replace(path, page(found).encode())
+        replace(path, page(found).encode("utf-8", "replace"))
     except OSError as error:
         raise ConfigError(
             f"report: {str(path)!r} cannot be written ({error.strerror}); name another file with --out"

@@ -45,6 +45,8 @@ CAUSES = {
     "recording": Cause("recording", "writing this run's folder"),
     UNEXPLAINED: Cause("unexplained", "what the step took and none of the clocks above has seen"),
 }
+ARITHMETIC = ("computing", "gradients", "updates", "device_wait")
+"""Causes in which the device is at work. The host waits for it where it needs the norm: backward is not over then."""
 ASIDE = ("evaluation", "saving", "recording")
 """Between steps: they count in no step's rate."""
 LANES = {

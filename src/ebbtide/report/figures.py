@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ebbtide.report.causes import ASIDE, CAUSES, LANES, RESOURCES, UNEXPLAINED
+from ebbtide.report.causes import ARITHMETIC, ASIDE, CAUSES, LANES, RESOURCES, UNEXPLAINED
 from ebbtide.report.run_files import RunFiles
 
 POINTS = 2000
@@ -90,7 +90,7 @@ def title(run: RunFiles) -> str:
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
-    keep = ("ebbtide", "commit", "command", "started", "ended", "ranks", "budgets")
+    keep = ("ebbtide", "commit", "started", "ended", "ranks", "budgets")
     return {"folder": str(run.folder), **{key: run.facts[key] for key in keep if key in run.facts}}
 
 
@@ -118,6 +118,7 @@ def recorded_step(run: RunFiles, step: Mapping[str, Any]) -> dict[str, Any]:
         end = min(begin if end is None else end, seconds) if known else begin
         lanes.setdefault(link, []).append([begin, end, -1 if chunk is None else chunk, kind, nbytes, known])
     busy = {lane: busy_seconds(lane, rows) for lane, rows in lanes.items()}
+    busy["thread"] = sum(step["causes"].get(cause, 0.0) for cause in ARITHMETIC)
     counts = {lane: len(rows) for lane, rows in lanes.items() if lane != "thread"}
     moments = [list(row) for row in step["moments"]]
     over = sum(map(len, lanes.values())) - BARS
@@ -126,6 +127,7 @@ def recorded_step(run: RunFiles, step: Mapping[str, Any]) -> dict[str, Any]:
         "step": step["step"],
         "rank": run.rank,
         "seconds": seconds,
+        "own_seconds": own_seconds(step),
         "causes": explained(step["causes"], seconds),
         "bytes": step["bytes"],
         "busy": busy,
@@ -208,10 +210,10 @@ def flat(spans: Iterable[Sequence[Any]]) -> list[list[Any]]:
 
 
 def busy_seconds(lane: str, rows: Sequence[Sequence[Any]]) -> float:
-    """How long a lane was at work, whatever ran side by side in it; the thread's: at computing."""
+    """How long a lane was at work, whatever ran side by side in it; the thread's: at arithmetic."""
     total, last = 0.0, 0.0
     for begin, end, _, kind, *_ in sorted(rows, key=lambda row: row[0]):
-        if lane == "thread" and kind not in ("computing", "gradients", "updates"):
+        if lane == "thread" and kind not in ARITHMETIC:
             continue
         total += max(0.0, end - max(begin, last))
         last = max(last, end)

@@ -102,6 +102,7 @@ def _step(found: Outlook, plan: Plan) -> dict[str, Any]:
         "step": 0,
         "rank": 0,
         "seconds": seconds,
+        "own_seconds": seconds,
         "causes": _causes(found, seconds),
         "bytes": dict(found.moved_bytes),
         "busy": {lane: _busy(found, lane, rows) for lane, rows in lanes.items()},

@@ -15,6 +15,11 @@ from ebbtide.errors import ConfigError
 from ebbtide.report.run_folder import FORMAT, METRICS, RUN, number_of, step_files
 
 RANK = re.compile(r"rank-(\d+)")
+TABLES = ("causes", "bytes", "peak", "budget")
+"""Of a line: numbers by name."""
+NUMBERS = ("loss", "lr", "grad_norm", "seconds", "tokens", "rss", "traced")
+SECTIONS = ("machine", "model", "task", "result", "forecast", "budgets")
+"""Of `run.json`."""
 NEEDED = ("causes", "bytes", "seconds", "moments", "spans", "moves", "updates", "levels")
 """Of a step that was recorded in full."""
 
@@ -49,14 +54,16 @@ def read_run(folder: Path) -> RunFiles:
             f"report: expected the folder of a run (--out of `ebbtide train`), found no {str(folder)!r}"
         )
     found = _read(folder, 0)
-    others = [_read(folder / name, rank) for name, rank in _ranks(folder)]
+    ranks = found.facts.get("ranks", 0)
+    count = ranks if isinstance(ranks, int) else 0
+    others = [_read(folder / name, rank) for name, rank in _ranks(folder) if not count or rank < count]
     if not found.facts and not found.steps and not found.recorded:
         raise ConfigError(
             f"report: {str(folder)!r} has no {RUN}, no {METRICS} and no recorded steps: expected the folder of a run, "
             "as `ebbtide train --out FOLDER` or `engine.record(FOLDER)` keeps it"
         )
     found.others.extend(one for one in others if one.steps or one.recorded)
-    for one in found.others:
+    for one in others:
         found.problems.extend(f"rank {one.rank}: {problem}" for problem in one.problems)
     return found
 
@@ -101,6 +108,9 @@ def _facts(path: Path, problems: list[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         problems.append(f"{path.name} is no table: settings and machine are not known")
         return {}
+    for name in SECTIONS:
+        if name in found and not isinstance(found[name], dict):
+            found[name] = {"": found[name]}
     if found.get("format") != FORMAT:
         problems.append(
             f"{path.name} has format {found.get('format')}, this ebbtide reads {FORMAT}: some may be missing"
@@ -124,12 +134,27 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         except ValueError:
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            found.append(row)
+            found.append(row if "event" in row else _line(row))
         else:
             bad += 1
     if bad:
         problems.append(f"{path.name}: {bad} of {bad + len(found)} lines cannot be read and are left out")
     return found
+
+
+def _line(row: dict[str, Any]) -> dict[str, Any]:
+    """Without what is no number where one belongs: the loop may have said anything."""
+    kept = {key: value for key, value in row.items() if key not in (*TABLES, *NUMBERS)}
+    kept |= {key: row[key] for key in NUMBERS if _is_number(row.get(key))}
+    for key in TABLES:
+        table = row.get(key)
+        if isinstance(table, dict):
+            kept[key] = {name: value for name, value in table.items() if _is_number(value)}
+    return kept
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _step(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -143,6 +168,10 @@ def _step(path: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(f"{path.name} has no {', '.join(missing)}: step {number_of(path)} is not shown")
         return None
     found["step"] = number_of(path)
+    if found.get("lost"):
+        problems.append(
+            f"{path.name}: {found['lost']} events were too many to be kept; its lanes and its tide have holes"
+        )
     return dict(found)
 
 

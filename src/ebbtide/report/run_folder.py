@@ -14,13 +14,18 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from tempfile import NamedTemporaryFile
+from typing import Any
 
+from ebbtide.devices.device import when_gone
 from ebbtide.errors import ConfigError
 
 FORMAT = 1
 RUN, METRICS, STEPS, PAGE = "run.json", "metrics.jsonl", "steps", "report.html"
+EARLIER = "metrics.earlier.jsonl"
+"""The lines of a run that another one has taken the place of."""
 STEP_FILE = re.compile(r"(\d{6,})\.json\.gz")
 MOST_STEPS = 16
 """Steps that are kept in full."""
@@ -32,34 +37,41 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 
 class RunWriter:
-    def __init__(self, folder: Path, after: int) -> None:
-        """`after`: the steps that the run has behind it. What an earlier run left here of later ones goes."""
+    """What is written first decides what stays of an earlier run: `begin` comes before the first line."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = _locked(folder)
-        try:
-            self._kept = _kept_lines(folder / METRICS, after)
-            replace(folder / METRICS, "".join(f"{line}\n" for line in self._kept).encode())
-            for path in step_files(folder):
-                if number_of(path) > after:
-                    path.unlink()
-            self._metrics: IO[str] = (folder / METRICS).open("a", encoding="utf-8")
-        except BaseException:
-            _unlock(self._lock)
-            raise
+        self._release = when_gone(self, partial(_unlock, self._lock))
+        self._metrics = -1
+        self._begun = False
 
-    @property
-    def steps_before(self) -> set[int]:
-        """Those that have a line from an earlier part of the run."""
-        return {line["step"] for text in self._kept if "event" not in (line := json.loads(text))}
+    def begin(self, after: int) -> set[int]:
+        """The run goes on after so many steps: what is here of later ones goes. Gives the steps that have a line."""
+        if self._begun:
+            return set()
+        self._begun = True
+        path = self.folder / METRICS
+        kept, dropped = _kept_lines(path, after)
+        if dropped:
+            path.replace(self.folder / EARLIER)
+        replace(path, "".join(f"{line}\n" for line in kept).encode())
+        for file in step_files(self.folder):
+            if number_of(file) > after:
+                file.unlink()
+        self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND)
+        return {line["step"] for text in kept if "event" not in (line := json.loads(text))}
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """What the run is, and what it came to."""
-        replace(self.folder / RUN, json.dumps(finite({"format": FORMAT, **facts}), indent=1).encode())
+        replace(self.folder / RUN, json.dumps({"format": FORMAT, **finite(facts)}, indent=1).encode())
 
     def line(self, facts: Mapping[str, Any]) -> None:
-        """Of a step, or of something that happened after one."""
-        self._metrics.write(json.dumps(finite(facts)) + "\n")
-        self._metrics.flush()
+        """Of a step, or of something that happened after one. It is there as a whole, or cut by a full disk."""
+        assert self._metrics >= 0, "begin() comes first"
+        text = (json.dumps(finite(facts)) + "\n").encode()
+        while text:
+            text = text[os.write(self._metrics, text) :]
 
     def step(self, number: int, facts: Mapping[str, Any]) -> None:
         """A step in full."""
@@ -68,8 +80,13 @@ class RunWriter:
         replace(self.folder / STEPS / f"{number:06d}.json.gz", gzip.compress(content, 6, mtime=0))
 
     def close(self) -> None:
-        self._metrics.close()
-        _unlock(self._lock)
+        """It can be called again."""
+        number, self._metrics = self._metrics, -1
+        try:
+            if number >= 0:
+                os.close(number)
+        finally:
+            self._release()
 
 
 def step_files(folder: Path) -> list[Path]:
@@ -98,49 +115,58 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: what is not finite becomes null."""
+    """As JSON takes it, whatever it is. NaN becomes null; of what JSON does not know, a number or its text is kept."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    return value
-
-
-def _kept_lines(path: Path, after: int) -> list[str]:
-    """Whole lines of steps up to `after`, and of what happened until then."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return finite(value.item())  # of a tensor or an array with one element
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def _kept_lines(path: Path, after: int) -> tuple[list[str], int]:
+    """Whole lines of steps up to `after`, and of what happened until then; and how many others there were."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
-        return []
+        return [], 0
     kept = []
-    for line in text.splitlines():
+    for line in lines:
         try:
             found = json.loads(line)
         except ValueError:
             continue  # it was cut when its writer was killed
         if isinstance(found, dict) and isinstance(found.get("step"), int) and 0 < found["step"] <= after:
             kept.append(line)
-    return kept
+    return kept, len(lines) - len(kept)
 
 
 def _locked(folder: Path) -> int:
+    """A descriptor that holds the folder, as long as it is open."""
+    number = -1
     try:
         folder.mkdir(parents=True, exist_ok=True)
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise ConfigError(
-            f"record: {str(folder)!r} cannot be written to ({error.strerror}); name a folder that can"
-        ) from None
-    try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        with NamedTemporaryFile(dir=folder):
+            return number
+    except BlockingIOError:
         os.close(number)
         raise ConfigError(
             f"record: another run writes to {str(folder)!r} now; wait for its end, or name another folder"
         ) from None
-    return number
+    except OSError as error:
+        if number >= 0:
+            os.close(number)
+        raise ConfigError(
+            f"record: {str(folder)!r} cannot be written to ({error.strerror}); name a folder that can"
+        ) from None
 
 
 def _unlock(number: int) -> None:

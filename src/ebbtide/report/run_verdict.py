@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.report.causes import CAUSES
+from ebbtide.report.causes import ARITHMETIC, ASIDE, CAUSES
 from ebbtide.report.figures import median_seconds, resource, steady
 from ebbtide.report.run_files import RunFiles
 from ebbtide.report.what_if import WORTH, WhatIf
 from ebbtide.units import format_size
 
-ARITHMETIC = ("computing", "gradients", "updates")
+UNTIMED = ("wire",)
+"""Lanes whose bars end where somebody first waited: how busy they were is not known."""
 NOTABLE = 0.01
 """Share of a step that is worth a word."""
 
@@ -46,8 +47,9 @@ def run_verdict(
             numbers,
             [],
         )
-    lane, busy = max(one["busy"].items(), key=lambda item: item[1])
-    share = busy / one["seconds"]
+    lanes = {lane: busy for lane, busy in one["busy"].items() if lane not in UNTIMED}
+    lane, busy = max(lanes.items(), key=lambda item: item[1])
+    share = busy / one["own_seconds"]
     numbers.append(
         (
             "of the bound",
@@ -84,10 +86,11 @@ def _last(recorded: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 def _waiting(one: Mapping[str, Any]) -> str:
     """The largest cause beside the arithmetic."""
-    causes = {cause: spent for cause, spent in one["causes"].items() if cause not in ARITHMETIC}
+    left_out = (*ARITHMETIC, *ASIDE)
+    causes = {cause: spent for cause, spent in one["causes"].items() if cause not in left_out}
     cause, spent = max(causes.items(), key=lambda item: item[1], default=("", 0.0))
-    share = f"{_time(spent)}, {100 * spent / one['seconds']:.0f} %"
-    if spent < NOTABLE * one["seconds"]:
+    share = f"{_time(spent)}, {100 * spent / one['own_seconds']:.0f} %"
+    if spent < NOTABLE * one["own_seconds"]:
         return "; it waits for nothing worth a word"
     if cause in CAUSES and CAUSES[cause].waits:
         return f"; it waits most for {CAUSES[cause].name.partition(': ')[2]} ({share})"

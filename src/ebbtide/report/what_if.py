@@ -79,7 +79,7 @@ def _tuples(value: Any) -> Any:
 
 def what_if(step: Mapping[str, Any], kind: str, ranks: int) -> WhatIf | None:
     """`step`: one that was recorded in full. None where it ran by no plan, or the planner can't be asked again."""
-    if not step.get("problem"):
+    if not step.get("problem") or step.get("lost"):
         return None
     asked = Problem.from_plain(step["problem"])
     if asked.offload != OFF:
@@ -191,7 +191,7 @@ def measured_machine(step: Mapping[str, Any], asked: Problem, kind: str, ranks: 
             memory=memory + settings.host,
             cores=8,
             bandwidth=8 * link,
-            update=_update_rate(step, asked) or None,
+            update=_update_rate(step, asked, kind) or None,
         ),
         links=LinkSpec(host_device=link, node_node=moved.get("wire", 0.0) or UNKNOWN, latency=0.0),
         ssd=disk,
@@ -210,9 +210,12 @@ def _moved_rates(step: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _update_rate(step: Mapping[str, Any], asked: Problem) -> float:
+def _update_rate(step: Mapping[str, Any], asked: Problem, kind: str) -> float:
     """Bytes a second of the optimizer's arithmetic, over the chunks that it came to."""
-    volume, rows = update_bytes(asked.shape, asked.master), step["updates"]
+    volume = update_bytes(asked.shape, asked.master)
+    rows = [
+        row for row in step["updates"] if kind == "cpu" or row[1] != "device"
+    ]  # a GPU's was only launched there
     busy = busy_seconds("updates", [[begin, end, 0, ""] for _, _, begin, end, _ in rows])
     chunks = {chunk for chunk, *_ in rows if chunk < len(volume)}
     return sum(volume[chunk] for chunk in chunks) / busy if busy > 0 else 0.0

@@ -127,6 +127,11 @@ class Session:
     def evaluating(self, call: Call) -> Iterator[None]:
         """Around a forward pass without gradients. Where nobody can say what its activations take, as much as those of
         training, as far as chunks have somewhere to go."""
+        with self.journal.apart(EVALUATION), self._evaluating(call):
+            yield
+
+    @contextmanager
+    def _evaluating(self, call: Call) -> Iterator[None]:
         before: tuple[int, bool, int] | None = None
         try:
             with real(), torch.inference_mode(False), torch.no_grad():
@@ -137,7 +142,7 @@ class Session:
                     self.room.begin_turn(evaluates=True)
                     before = self.room.claims.level, self.ledger.is_guess("device"), self.room.claims.outputs
                     self._make_room(call)
-            with self.journal.apart(EVALUATION), self.data.in_pass(), self.interceptor.scope():
+            with self.data.in_pass(), self.interceptor.scope():
                 yield
             if self.sharing is not None and not self.places.all_reside():
                 self.meet(EVALUATED, self.micro)  # a rank that is done serves those that still gather

@@ -91,6 +91,10 @@ class DiskEvent:
         """Waits, whatever became of it."""
         self._flag.wait()
 
+    @property
+    def timing(self) -> DiskEvent:
+        return self
+
     def span(self) -> tuple[float, float] | None:
         return (self._begun or self._ended, self._ended) if self._flag.is_set() else None
 

@@ -187,7 +187,15 @@ function momentAt(time) {
   return low - 1;
 }
 
+const levels = new Map();
+
 function levelsOf(tier) {
+  const key = `${state.place} ${tier}`;
+  if (!levels.has(key)) levels.set(key, categories(tier));
+  return levels.get(key);
+}
+
+function categories(tier) {
   // The tier's content from each change on, by category.
   return step().levels.filter((row) => row[1] === tier).map(([time, , tags, beside]) => {
     const sums = {};
@@ -282,7 +290,13 @@ function showMoment(place, where) {
     if (row) { svg.cursor.setAttribute("x1", x(row[0])); svg.cursor.setAttribute("x2", x(row[0])); }
   }
   const text = momentText(state.moment);
-  if (where) showTip(text, where.clientX, where.clientY); else { hideTip(); say(text); }
+  if (where) { showTip(text, where.clientX, where.clientY); return; }
+  say(text);
+  const svg = figures.tide.querySelector("svg");
+  if (row && svg) {
+    const box = svg.getBoundingClientRect();
+    showTip(text, box.left + (x(row[0]) / WIDTH) * box.width, box.top + 30);
+  } else hideTip();
 }
 
 function pinMoment() {
@@ -421,7 +435,7 @@ function planTables(one) {
       ["most bytes on the device", bytes(plan.highest), bytes(one.peak.device), one.peak.device ? (plan.highest / one.peak.device).toFixed(3) : ""],
       ["moments", String(plan.moments * plan.accumulate), String(one.moments.filter((row) => row[1] !== "update").length), ""],
     ];
-    if (plan.seconds) rows.push(["seconds a step, simulated on this run's rates", seconds(plan.seconds), seconds(one.seconds), (plan.seconds / one.seconds).toFixed(3)]);
+    if (plan.seconds) rows.push(["seconds a step, simulated on this run's rates", seconds(plan.seconds), seconds(one.own_seconds), (plan.seconds / one.own_seconds).toFixed(3)]);
     found.push(table(`The plan was made from a ${plan.source} trace; optimizer state of ${Object.entries(plan.homes).map(([home, count]) => `${count} chunks on ${home}`).join(", ")}`,
       ["", "planned", "measured", "planned / measured"], rows, [1, 2, 3]));
   } else if (!data.simulated) found.push(make("p", {}, "No plan was followed in this step."));
@@ -484,12 +498,17 @@ function scheduleKeys(event) {
     drawTide();
   }
   drawSchedule();
+  const chosen = figures.schedule.querySelector(".chosen");
+  if (bar && chosen) {
+    const box = chosen.getBoundingClientRect();
+    showTip(barName(lanes[state.lane], bar), box.left, box.bottom);
+  }
   if (bar) say(`${data.lanes[lanes[state.lane]]}, ${state.bar + 1} of ${bars().length}: ${barName(lanes[state.lane], bar)}`);
 }
 
 function oneStep() {
   const choice = make("select", { id: "step" }, ...data.recorded.map((one, place) => make("option", { value: place, selected: place === state.place }, one.label)));
-  choice.addEventListener("change", () => { state.place = Number(choice.value); state.moment = -1; state.bar = -1; state.to = step().seconds || 1; state.from = 0; redraw(); stepTables(); choose(-1); });
+  choice.addEventListener("change", () => { state.place = Number(choice.value); state.moment = -1; state.bar = -1; state.lane = 0; state.to = step().seconds || 1; state.from = 0; redraw(); stepTables(); choose(-1); });
   const button = (name, act) => { const one = make("button", { type: "button" }, name); one.addEventListener("click", act); return one; };
   const tools = () => make("div", { class: "tools" }, button("closer", () => zoom(0.5)), button("farther", () => zoom(2)), button("◀ earlier", () => pan(-0.25)), button("later ▶", () => pan(0.25)), button("whole step", everything));
   figures.tide = make("div", { class: "figure", id: "tide-figure", tabindex: 0, role: "application", "aria-label": "The tide: left and right go from moment to moment, Enter keeps one, plus and minus zoom, shift with arrows pans." });
@@ -499,6 +518,7 @@ function oneStep() {
   const placeOf = (event) => { const box = figures.tide.getBoundingClientRect(); return timeAt(((event.clientX - box.left) / box.width) * WIDTH); };
   figures.tide.addEventListener("mousemove", (event) => showMoment(momentAt(placeOf(event)), event));
   figures.tide.addEventListener("mouseleave", hideTip);
+  figures.tide.addEventListener("blur", hideTip);
   figures.tide.addEventListener("click", (event) => { showMoment(momentAt(placeOf(event))); pinMoment(); });
   section("tide", "The tide", make("p", { class: "note" }, "What each tier holds over one step, by category; the dashed line is its budget. Non-model data is what the plan leaves room for. Left and right go from moment to moment, a click or Enter keeps one."),
     make("div", { class: "tools" }, make("label", { for: "step" }, "recorded "), choice), tools(), figures.tideLegend, figures.tide, figures.momentPin);
@@ -511,6 +531,7 @@ function oneStep() {
   figures.schedule.addEventListener("keydown", scheduleKeys);
   figures.schedule.addEventListener("mousemove", (event) => { const found = barUnder(event.target); if (found) showTip(barName(found[0], found[1]), event.clientX, event.clientY); else hideTip(); });
   figures.schedule.addEventListener("mouseleave", hideTip);
+  figures.schedule.addEventListener("blur", hideTip);
   figures.schedule.addEventListener("click", (event) => { const found = barUnder(event.target); if (found) { state.lane = figures.laneNames.indexOf(found[0]); state.bar = found[2]; choose(found[1][2]); } });
   let grabbed = null;
   figures.schedule.addEventListener("pointerdown", (event) => { grabbed = event.clientX; });
@@ -576,7 +597,10 @@ function curve(name, label, points, format) {
     const here = data.events.filter((one) => one.step === at).map((one) => one.event);
     const text = `step ${at}: ${label} ${format(value)}${here.length ? `; ${here.join(", ")}` : ""}`;
     holder.dataset.shown = text;
-    if (event) showTip(text, event.clientX, event.clientY); else say(text);
+    if (event) { showTip(text, event.clientX, event.clientY); return; }
+    say(text);
+    const box = dot.getBoundingClientRect();
+    showTip(text, box.left, box.top);
   };
   holder.addEventListener("mousemove", (event) => {
     const box = svg.getBoundingClientRect();
@@ -586,6 +610,7 @@ function curve(name, label, points, format) {
     show(best, event);
   });
   holder.addEventListener("mouseleave", hideTip);
+  holder.addEventListener("blur", hideTip);
   holder.addEventListener("keydown", (event) => {
     const moves = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
     if (!(event.key in moves)) return;
@@ -627,11 +652,11 @@ function rest() {
 function begin() {
   document.getElementById("where").textContent = [data.facts.folder, data.facts.started && `started ${data.facts.started}`, data.facts.ended && `ended ${data.facts.ended}`, data.facts.commit && `commit ${data.facts.commit}`].filter(Boolean).join(" · ");
   const theme = document.getElementById("theme");
+  const isDark = () => (document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  theme.setAttribute("aria-pressed", String(isDark()));
   theme.addEventListener("click", () => {
-    const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    document.documentElement.dataset.theme = dark ? "light" : "dark";
-    theme.setAttribute("aria-pressed", String(!dark));
-    theme.textContent = dark ? "dark" : "light";
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    theme.setAttribute("aria-pressed", String(isDark()));
   });
   verdict();
   if (data.recorded.length) oneStep();

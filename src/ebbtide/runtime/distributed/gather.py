@@ -32,7 +32,7 @@ from ebbtide.planner.shape import WHOLE
 from ebbtide.runtime.distributed.agreement import BEGIN, END, GATHER, REDUCE, TOKENS, VALUES, Wish, judge
 from ebbtide.runtime.distributed.collective_cache import CollectiveCache
 from ebbtide.runtime.distributed.gradient_reducer import GradientReducer
-from ebbtide.runtime.distributed.rank_groups import Pending, RankGroup
+from ebbtide.runtime.distributed.rank_groups import FirstWait, Pending, RankGroup
 from ebbtide.runtime.distributed.ranks import Ranks
 from ebbtide.runtime.movement.eviction import EXCHANGE
 from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
@@ -61,8 +61,9 @@ class _Gathering:
     def done(self) -> bool:
         return self._work.done()
 
-    def span(self) -> tuple[float, float] | None:
-        return self._work.span()
+    @property
+    def timing(self) -> FirstWait:
+        return self._work.timing
 
 
 class ChunkSharing:

@@ -22,28 +22,39 @@ _crossings: dict[tuple[int, ...], tuple[Any, Stream]] = {}
 """By members: a group of their own for exchanges, and the thread that starts them."""
 
 
+class FirstWait:
+    """A collective's time, as far as it is known: until it was first waited for. It keeps no collective alive."""
+
+    __slots__ = ("_begun", "_ended")
+
+    def __init__(self) -> None:
+        self._begun, self._ended = time.perf_counter(), 0.0
+
+    def over(self) -> None:
+        self._ended = self._ended or time.perf_counter()
+
+    def span(self) -> tuple[float, float] | None:
+        return (self._begun, self._ended) if self._ended else None
+
+
 class Pending:
     """A collective under way."""
 
-    __slots__ = ("_begun", "_ended", "_ranks", "_work")
+    __slots__ = ("_ranks", "_work", "timing")
 
     def __init__(self, work: Any, ranks: Ranks) -> None:
         self._work, self._ranks = work, ranks
-        self._begun, self._ended = time.perf_counter(), 0.0
+        self.timing = FirstWait()
 
     def wait(self) -> None:
         with self._ranks.naming():
             self._ranks.wait(self._work)
-        self._ended = self._ended or time.perf_counter()
+        self.timing.over()
 
     synchronize = wait
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
-
-    def span(self) -> tuple[float, float] | None:
-        """As far as it is known: until it was first waited for."""
-        return (self._begun, self._ended) if self._ended else None
 
 
 class RankGroup:
