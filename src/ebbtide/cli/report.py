@@ -26,8 +26,8 @@ def report(
     from ebbtide.cli.doing import doing
     from ebbtide.cli.output import print_json, say
     from ebbtide.report.build_page import figures_of, write_page
+    from ebbtide.report.plain_files import PAGE
     from ebbtide.report.run_files import read_run
-    from ebbtide.report.run_folder import PAGE
 
     files = read_run(run)
     for problem in files.problems:

@@ -23,7 +23,8 @@ from ebbtide.errors import ConfigError, StateError, warn_user
 from ebbtide.memory.journal import EVALUATION, LOOP, RECORDING, SAVING, StepEvents
 from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.plans import Plan
-from ebbtide.report.run_folder import MOST_STEPS, RunWriter, rank_folder, step_files
+from ebbtide.report.plain_files import MOST_STEPS, rank_folder, step_files
+from ebbtide.report.run_folder import RunWriter
 from ebbtide.report.what_if import Problem
 
 IN_FULL = (1, 4)

@@ -8,8 +8,8 @@ from typing import Any
 from ebbtide.errors import ConfigError
 from ebbtide.report.figures import figures
 from ebbtide.report.page import page
+from ebbtide.report.plain_files import replace
 from ebbtide.report.run_files import RunFiles
-from ebbtide.report.run_folder import replace
 from ebbtide.report.run_verdict import run_verdict
 from ebbtide.report.what_if import WhatIf, what_if
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from ebbtide.report.run_folder import finite
+from ebbtide.report.plain_files import finite
 
 
 def page(figures: Mapping[str, Any]) -> str:

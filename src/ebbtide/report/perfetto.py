@@ -16,8 +16,8 @@ from typing import Any
 
 from ebbtide.errors import ConfigError
 from ebbtide.report.causes import CAUSES, LANES
+from ebbtide.report.plain_files import finite, replace
 from ebbtide.report.run_files import RunFiles
-from ebbtide.report.run_folder import finite, replace
 
 MOMENTS = "moments"
 TRACKS = (MOMENTS, *LANES)

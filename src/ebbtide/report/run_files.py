@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import ConfigError
-from ebbtide.report.run_folder import FORMAT, METRICS, RUN, number_of, step_files
+from ebbtide.report.plain_files import FORMAT, METRICS, RUN, number_of, step_files
 
 RANK = re.compile(r"rank-(\d+)")
 TABLES = ("causes", "bytes", "peak", "budget")
