@@ -11,9 +11,11 @@ export OMP_WAIT_POLICY ?= passive
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml $(wildcard src/ebbtide/kernels/*.cpp)
+	@echo "setting up $(VENV): PyTorch first, then the rest, then the kernels; a few minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@echo "compiling the kernels: half a minute"
 	-$(BIN)/python -m ebbtide.kernels.compiler
 	touch $@
 

@@ -63,20 +63,8 @@ def test_a_bar_has_its_width(share: float) -> None:
 def on_a_terminal(tmp_path: Path, **variables: str) -> str:
     """What the command writes to a terminal."""
     leader, follower = pty.openpty()
-    flags = [
-        "--model",
-        "gpt2-tiny",
-        "--steps",
-        "3",
-        "--seq",
-        "16",
-        "--batch",
-        "1",
-        "--precision",
-        "fp32",
-        "--json",
-    ]
-    flags.remove("--json")
+    flags = ["--model", "gpt2-tiny", "--steps", "3", "--seq", "16", "--batch", "1", "--precision", "fp32"]
+    flags += ["--out", str(tmp_path / "run"), "--save-every", "1", "--eval-every", "2", "--verbose"]
     run = subprocess.Popen(
         [sys.executable, "-m", "ebbtide", "train", *flags],
         stdout=subprocess.DEVNULL,
@@ -100,7 +88,9 @@ def on_a_terminal(tmp_path: Path, **variables: str) -> str:
 
 
 def test_a_terminal_has_the_panel(tmp_path: Path) -> None:
+    """Also beside checkpoints and evaluations, which say their lines above it."""
     said = on_a_terminal(tmp_path)
+    assert "saved step 1 in " in said and "evaluated after step 2" in said and "everything stays" in said
     assert "\x1b[" in said and "step 3/3" in said and "device " in said and "waits for " in said
 
 

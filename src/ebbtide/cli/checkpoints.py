@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from ebbtide.checkpoint.folders import RunFolder, find
+from ebbtide.cli.doing import doing
 from ebbtide.cli.loop import Step, Training
 from ebbtide.cli.output import say
 from ebbtide.cli.signals import ENDING
@@ -70,7 +71,8 @@ class Checkpoints:
             "seconds": training.seconds,
             "result": result,
         }
-        saved = training.engine.save(self._folder, state, keep=training.task.keep)
+        with doing(f"saving step {done} to {self._folder}", silent=not training.world.first):
+            saved = training.engine.save(self._folder, state, keep=training.task.keep)
         self._last = done
         if training.recording is not None:
             training.recording.mark("checkpoint", folder=str(saved))

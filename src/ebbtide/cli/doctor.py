@@ -29,15 +29,14 @@ def doctor(
         if out.suffix != ".toml":
             raise ConfigError(f"--out: expected a file that ends in .toml, found {str(out)!r}")
         out.parent.mkdir(parents=True, exist_ok=True)
-    from rich.console import Console
-
+    from ebbtide.cli.doing import one_after_another
     from ebbtide.devices.heap import tune_memory
     from ebbtide.forecasting.doctor.examine import FULL, QUICK, examine
 
     tune_memory(scarce=False)
     begin = time.perf_counter()
-    with Console(stderr=True).status("") as status:
-        found = examine(folder, QUICK if quick else FULL, lambda what: status.update(f"measuring: {what}"))
+    with one_after_another() as tell:
+        found = examine(folder, QUICK if quick else FULL, lambda what: tell(f"measuring: {what}"))
     if out is not None:
         _write(out, found)
     if json:

@@ -14,6 +14,8 @@ from rich.table import Table
 from ebbtide.units import format_size
 
 _console: Console | None = None
+panels: list[object] = []
+"""A live panel, while one is shown: it is the only thing that may redraw."""
 
 
 def console() -> Console:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.output import clock, console
+from ebbtide.cli.output import clock, console, panels
 from ebbtide.report.causes import ASIDE, CAUSES
 from ebbtide.units import format_size
 
@@ -31,13 +32,23 @@ def with_panel(training: Training) -> Iterator[Step]:
     """The steps, with the panel above the command line."""
     begun, first = time.monotonic(), len(training.history)
     view = PanelView(training.task.steps)
-    with Live(view.render(), console=console(), refresh_per_second=OFTEN, transient=False) as live:
+    with _shown(view) as live:
         for step in training.steps():
             done = step.number - first
             left = (time.monotonic() - begun) / done * (training.task.steps - step.number)
             view.take(step, training.tokens_per_second, left, training.engine.stats(), waited(training))
             live.update(view.render())
             yield step
+
+
+@contextmanager
+def _shown(view: PanelView) -> Iterator[Live]:
+    with Live(view.render(), console=console(), refresh_per_second=OFTEN, transient=False) as live:
+        panels.append(view)
+        try:
+            yield live
+        finally:
+            panels.remove(view)
 
 
 def waited(training: Training) -> Mapping[str, float]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ebbtide.cli.doing import doing
 from ebbtide.cli.output import clock, console, is_watched
 from ebbtide.cli.panel import with_panel
 from ebbtide.units import format_size
@@ -29,7 +30,7 @@ def _with_lines(training: Training, every: float) -> Iterator[Step]:
     """The first step, which is traced, and the last have a line each; all others have one when it is time."""
     total, begin, first = training.task.steps, time.monotonic(), len(training.history) + 1
     said = begin
-    for step in training.steps():
+    for step in _first_said(training.steps(), silent=every != EVERY):
         now = time.monotonic()
         if (step.number in (first, total) and every == EVERY) or now - said >= every:
             left = (now - begin) / (step.number + 1 - first) * (total - step.number)
@@ -40,6 +41,15 @@ def _with_lines(training: Training, every: float) -> Iterator[Step]:
             )
             said = now
         yield step
+
+
+def _first_said(steps: Iterator[Step], silent: bool) -> Iterator[Step]:
+    """The first one takes longer than the others, and says so."""
+    with doing("the first step: the pass is imagined, planned and traced", silent):
+        first = next(steps, None)
+    if first is not None:
+        yield first
+        yield from steps
 
 
 def _facts(training: Training, step: Step) -> str:

@@ -17,7 +17,8 @@ def plain_step(events: StepEvents, plan: Plan | None, facts: Mapping[str, Any]) 
     """`facts`: of the step, as its line in the metrics has them."""
 
     def at(time: float) -> float:
-        return round(time - events.begin, DIGITS)
+        """What was under way when the step began is shown from there on."""
+        return max(0.0, round(time - events.begin, DIGITS))
 
     def moved(move: MoveEvent) -> list[Any]:
         begin, end = extent(move) or (None, None)

@@ -58,5 +58,26 @@ LANES = {
     "ssd_write": "SSD writes",
     "wire": "wire to other ranks",
 }
+WORDS = {
+    "step": "the passes and the update from the end of one engine.step() to the end of the next",
+    "moment": "the start of a module's forward, of its backward, of a gradient or of an update: the clock of all plans",
+    "chunk": "what is allocated and moved at once: elements of neighbouring parameters",
+    "device, host, SSD": "the tiers: GPU memory (on a CPU, RAM with a budget), RAM, files",
+    "budget": "the bytes that ebbtide may use on a tier; it is never passed",
+    "parameters, gradients": "chunks of what the model computes with, and of what backward gives",
+    "optimizer state": "the master weights and what the update rule keeps (momentum, variance)",
+    "activations and what else is not model data": "activations, temporaries, the batch; on the tide what the "
+    "plan leaves room for",
+    "buffers, host modules, exchange": "what streams state from SSD, modules that compute on the host, what ranks swap",
+    "the thread that trains": "the thread that calls forward, backward and step; each of its moments has one cause",
+    "updates (lane)": "the optimizer's arithmetic; on its own thread it goes on beside the computation",
+    "host to device, device to host": "copies between RAM and the device's memory; on a CPU between two parts of RAM",
+    "SSD reads, SSD writes": "requests to the files of the SSD tier, from their start in the queue to their end",
+    "wire to other ranks": "gathers and exchanges of gradients; a bar ends where its bytes were first waited for",
+    "bound": "the seconds of the busiest resource: no order of the same work makes a step shorter",
+    "traced": "the step was watched to make a plan from it, which takes longer",
+    "left its plan": "execution was not what the plan was made for; the pass went on by demand, with the same numbers",
+}
+"""What the page's words mean, beside the causes."""
 RESOURCES = {"thread": "computing", "updates": "the updates' arithmetic"}
 """What a lane is called as what bounds a step."""

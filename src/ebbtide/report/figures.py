@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ebbtide.report.causes import ARITHMETIC, ASIDE, CAUSES, LANES, RESOURCES, UNEXPLAINED
+from ebbtide.report.causes import ARITHMETIC, ASIDE, CAUSES, LANES, RESOURCES, UNEXPLAINED, WORDS
 from ebbtide.report.run_files import RunFiles
 
 POINTS = 2000
@@ -58,6 +58,7 @@ def figures(run: RunFiles) -> dict[str, Any]:
         "model": _names(run),
         "causes": {key: [cause.name, cause.meaning, cause.waits] for key, cause in CAUSES.items()},
         "lanes": LANES,
+        "words": WORDS,
         "kinds": KINDS,
     }
 

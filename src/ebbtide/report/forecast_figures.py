@@ -8,7 +8,7 @@ from typing import Any
 from ebbtide.forecasting.simulation.outlook import Outlook
 from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import PHASES
-from ebbtide.report.causes import CAUSES, LANES, UNEXPLAINED
+from ebbtide.report.causes import CAUSES, LANES, UNEXPLAINED, WORDS
 from ebbtide.report.figures import KINDS, NAMES, busy_seconds, packed, packed_levels
 from ebbtide.units import format_size
 
@@ -43,6 +43,7 @@ def forecast_figures(answer: Mapping[str, Any], found: Outlook) -> dict[str, Any
         "model": {name: [] for name in NAMES},
         "causes": {key: [cause.name, cause.meaning, cause.waits] for key, cause in CAUSES.items()},
         "lanes": LANES,
+        "words": WORDS,
         "kinds": KINDS,
         "verdict": {
             "sentence": answer["verdict"],

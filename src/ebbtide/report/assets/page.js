@@ -645,6 +645,8 @@ function rest() {
     if (Object.keys(facts).length) parts.push(make("h3", {}, name), table("", ["", ""], flatten(facts)));
   }
   section("tables", "Memory, settings, machine", ...parts);
+  section("words", "What the words mean", table("", ["word", "meaning"], Object.entries(data.words)),
+    table("Causes: what the thread that trains was at", ["cause", "meaning"], Object.values(data.causes).map(([name, meaning]) => [name, meaning])));
 }
 
 // -- the page -------------------------------------------------------------------------------------------
