@@ -1,4 +1,4 @@
-"""What an installed wheel does where there is neither a compiler nor NumPy: train, save, load, export.
+"""What an installed wheel does where there is neither a compiler nor NumPy: train, save, load, export, report.
 
 `make wheel-check` runs it in an environment of its own.
 """
@@ -15,6 +15,8 @@ from torch import nn
 
 import ebbtide
 from ebbtide.kernels.compiler import FOLDER, KERNELS, compiler
+from ebbtide.report.build_page import figures_of, write_page
+from ebbtide.report.run_files import read_run
 
 
 def start() -> ebbtide.Engine:
@@ -46,6 +48,7 @@ def main() -> None:
         engine.close()
         again = start()
         assert again.load(f"{place}/run") == {"epoch": 1}
+        again.record(f"{place}/recorded")
         train(again, 2, 4)
         assert again.weights_sha256() == expected
         again.export(f"{place}/weights")
@@ -55,8 +58,10 @@ def main() -> None:
         third.load_weights(f"{place}/weights")
         assert third.weights_sha256() == expected
         third.close()
+        write_page(figures_of(read_run(Path(place, "recorded"))), Path(place, "page.html"))
+        assert "A step takes" in Path(place, "page.html").read_text(), "the wheel wrote no page"
     assert "numpy" not in sys.modules
-    print(f"the wheel trained, saved, loaded and exported {files} to the same bits")
+    print(f"the wheel trained, saved, loaded and exported {files} to the same bits, and wrote a page of it")
 
 
 if __name__ == "__main__":
