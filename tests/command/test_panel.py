@@ -88,7 +88,7 @@ def on_a_terminal(tmp_path: Path, **variables: str) -> str:
             break
         said += part
     os.close(leader)
-    assert run.wait(timeout=60) == 0, said
+    assert run.wait(timeout=300) == 0, said
     return said.decode()
 
 
