@@ -85,7 +85,7 @@ def what_if(step: Mapping[str, Any], kind: str, ranks: int) -> WhatIf | None:
     if asked.offload != OFF:
         return None  # what leaves would have to be chosen anew, with bytes that no clock has seen
     machine = measured_machine(step, asked, kind, ranks)
-    timed = replace(asked, record=_timed(asked.record, step, asked.settings.accumulate))
+    timed = replace(asked, record=_timed(asked.record, step, asked.settings.accumulate, kind))
     base = _seconds(timed, machine, kind)
     if base is None:
         return None
@@ -217,23 +217,52 @@ def _update_rate(step: Mapping[str, Any], asked: Problem, kind: str) -> float:
         row for row in step["updates"] if kind == "cpu" or row[1] != "device"
     ]  # a GPU's was only launched there
     busy = busy_seconds("updates", [[begin, end, 0, ""] for _, _, begin, end, _ in rows])
+    if kind == "cpu":
+        beside = Together([(begin, end) for _, _, begin, end, apart in rows if apart])
+        computing = [row for row in flat(step["spans"]) if row[3] in PER_MOMENT]
+        busy -= sum(beside.within(row[0], row[1]) for row in computing) / 2
     chunks = {chunk for chunk, *_ in rows if chunk < len(volume)}
     return sum(volume[chunk] for chunk in chunks) / busy if busy > 0 else 0.0
 
 
-def _timed(record: Record, step: Mapping[str, Any], accumulate: int) -> Record:
-    """The record with what each moment took in the run, as work for a device of 1e9 operations a second."""
+def _timed(record: Record, step: Mapping[str, Any], accumulate: int, kind: str) -> Record:
+    """The record with what each moment takes by itself, as work for a device of 1e9 operations a second."""
     length = len(record.moments)
     spent = [0.0] * length
     place_at = _places(step["moments"], length)
+    beside = Together([(begin, end) for _, _, begin, end, apart in step["updates"] if apart])
     for begin, end, _, cause, *_ in flat(step["spans"]):
         if cause in PER_MOMENT:
-            spent[place_at(begin)] += end - begin
+            spent[place_at(begin)] += end - begin - (beside.within(begin, end) / 2 if kind == "cpu" else 0.0)
     moments = tuple(
         replace(moment, work=(Work(MEASURED, max(1, round(1e9 * seconds / accumulate)), 0),))
         for moment, seconds in zip(record.moments, spent, strict=True)
     )
     return replace(record, moments=moments)
+
+
+class Together:
+    """Stretches of time in which updates ran beside the computation. On a CPU both want all cores, and each had half of
+    them: the simulation adds that again, where a plan has them at the same time."""
+
+    def __init__(self, spans: Sequence[tuple[float, float]]) -> None:
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+        for begin, end in sorted(spans):
+            if self._ends and begin <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._begins.append(begin)
+                self._ends.append(end)
+
+    def within(self, begin: float, end: float) -> float:
+        """Their seconds between two points of time."""
+        found = 0.0
+        for place in range(max(0, bisect_right(self._begins, begin) - 1), len(self._begins)):
+            if self._begins[place] >= end:
+                break
+            found += max(0.0, min(end, self._ends[place]) - max(begin, self._begins[place]))
+        return found
 
 
 def _places(moments: Sequence[Sequence[Any]], length: int) -> Callable[[float], int]:
