@@ -189,10 +189,12 @@ def test_the_keyboard_alone_reaches_everything(opened: Opened) -> None:
     }
     assert wanted <= reached, wanted - reached
     page.locator("#schedule-figure").focus()
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowRight")
-    assert opened.said().startswith(f"{LANES['host_to_device']}, ")
+    lanes = page.evaluate("figures.laneNames")  # those that this step has
+    for _ in lanes[1:]:
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Home")  # of no meaning here
+    page.keyboard.press("ArrowLeft")
+    assert opened.said().startswith(f"{LANES[lanes[-1]]}, 1 of ") and lanes[-1] == "device_to_host"
     page.keyboard.press("Enter")
     assert page.locator("#way table").count() == 1
     whole = page.evaluate("state.to - state.from")
