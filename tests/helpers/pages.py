@@ -44,6 +44,13 @@ def page_of(folder: Path) -> Path:
     return path
 
 
+def data_of(page: Path) -> dict[str, Any]:
+    """What the page's figures are drawn from."""
+    text = page.read_text().partition('id="data">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Of steps, as the metrics have them."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

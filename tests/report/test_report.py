@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.cli.app import run as command
-from ebbtide.report.figures import POINTS, busy_seconds, explained, figures, flat, thinned
+from ebbtide.kernels import RULES
+from ebbtide.planner.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
+from ebbtide.report.figures import KINDS, POINTS, busy_seconds, explained, figures, flat, thinned
 from ebbtide.report.page import as_text
 from ebbtide.report.run_files import read_run
-from pages import lines_of, page_of, small_run
+from pages import data_of, lines_of, page_of, small_run
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +124,7 @@ def test_a_page_that_cannot_be_written_is_refused(
 
 
 def test_the_numbers_are_those_of_the_files(run: Path) -> None:
-    text = page_of(run).read_text()
-    found = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    found = data_of(page_of(run))
     lines = lines_of(run)
     assert found["curves"]["loss"] == [[line["step"], line["loss"]] for line in lines]
     for link, points in found["links"].items():
@@ -222,7 +223,7 @@ def test_a_forecast_has_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ]
     assert command([*flags, "--report", str(page)]) == 0
     answer = json.loads(capfd.readouterr().out)
-    found = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    found = data_of(page)
     [step] = found["recorded"]
     assert (
         found["simulated"]
@@ -252,9 +253,7 @@ def test_where_a_machine_is_named_the_forecast_is_beside_what_came(
     assert rows["seconds a step"][0] == told["step_seconds"] and rows["seconds a step"][1] > 0
     peak = found.steps[-1]["peak"]["device"]
     assert rows["most bytes on device"] == (told["peak_bytes"]["device"], peak)
-    assert json.loads(
-        page_of(tmp_path / "run").read_text().partition('id="data">')[2].partition("</script>")[0]
-    )["forecast"]
+    assert data_of(page_of(tmp_path / "run"))["forecast"]
 
 
 def test_whatever_the_loop_wrote_the_page_opens(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -275,14 +274,11 @@ def test_what_comes_between_steps_is_in_no_rate(run: Path) -> None:
     """A recorded step with an evaluation beside it is judged without it."""
     path = max((run / "steps").iterdir())
     step = json.loads(gzip.decompress(path.read_bytes()))
-    before = page_of(run).read_text()
+    was = data_of(page_of(run))
     step["causes"] |= {"evaluation": 100.0, "recording": 50.0}
     step["seconds"] += 150.0
     path.write_bytes(gzip.compress(json.dumps(step).encode()))
-    found, was = (
-        json.loads(t.partition('id="data">')[2].partition("</script>")[0])
-        for t in (page_of(run).read_text(), before)
-    )
+    found = data_of(page_of(run))
     assert found["verdict"]["sentence"].partition(";")[0] == was["verdict"]["sentence"].partition(";")[0]
     assert "evaluation" not in found["verdict"]["sentence"]
 
@@ -298,3 +294,13 @@ def test_events_that_were_lost_are_said(run: Path, capfd: pytest.CaptureFixture[
 def test_ranks_that_an_earlier_run_had_are_not_shown(run: Path, kept: Path) -> None:
     shutil.copytree(kept, run / "rank-1")
     assert [one.rank for one in read_run(run).everyone] == [0]
+
+
+def test_every_kind_of_chunk_has_a_category() -> None:
+    assert {
+        PARAM,
+        GRAD,
+        WHOLE,
+        WHOLE_GRAD,
+        *(kind for rule in RULES.values() for kind in rule.states),
+    } <= KINDS.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ebbtide.report.plain_files import finite
 from ebbtide.units import format_size
 
 _console: Console | None = None
@@ -44,15 +44,7 @@ def clock(seconds: float) -> str:
 
 def print_json(result: Mapping[str, Any]) -> None:
     """One line. JSON has no NaN: what is not finite becomes null."""
-    print(json.dumps(_finite(result), allow_nan=False), flush=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(finite(result), allow_nan=False), flush=True)
 
 
 def print_result(result: Mapping[str, Any]) -> None:

@@ -234,6 +234,7 @@ class Recording:
 
     def _steps_of(self, plan: Plan | None) -> int:
         """How many steps ran by this plan, this one among them; without a plan all of them are of one."""
+        self._plans = [one for one in self._plans if one[0] is None or one[0]() is not None]
         for place, (known, count) in enumerate(self._plans):
             if (known is None and plan is None) or (known is not None and known() is plan is not None):
                 self._plans[place] = known, count + 1

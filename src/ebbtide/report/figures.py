@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ebbtide.planner.shape import GRAD, PARAM, WHOLE, WHOLE_GRAD
 from ebbtide.report.causes import ARITHMETIC, ASIDE, CAUSES, LANES, RESOURCES, UNEXPLAINED, WORDS
 from ebbtide.report.run_files import RunFiles
 
@@ -24,10 +25,10 @@ CURVES = {
 }
 MICRO = 1e6
 KINDS = {
-    "param": "parameters",
-    "whole": "parameters, gathered",
-    "grad": "gradients",
-    "whole_grad": "gradients, gathered",
+    PARAM: "parameters",
+    WHOLE: "parameters, gathered",
+    GRAD: "gradients",
+    WHOLE_GRAD: "gradients, gathered",
     "master": "optimizer state",
     "momentum": "optimizer state",
     "variance": "optimizer state",
@@ -48,6 +49,7 @@ def figures(run: RunFiles) -> dict[str, Any]:
         "simulated": False,
         "recorded": recorded,
         "curves": curves(run.steps),
+        "curve_names": CURVES,
         "links": link_curves(run.steps),
         "events": [_event(one) for one in [*run.events, *_traces(run.steps)]],
         "forecast": forecast_rows(run),

@@ -34,6 +34,7 @@ def forecast_figures(answer: Mapping[str, Any], found: Outlook) -> dict[str, Any
         "forecast": [],
         "recorded": recorded,
         "curves": {},
+        "curve_names": {},
         "links": {},
         "events": [],
         "settings": [],

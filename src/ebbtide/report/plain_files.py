@@ -48,6 +48,10 @@ def replace(path: Path, content: bytes) -> None:
         raise
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def finite(value: Any) -> Any:
     """As JSON takes it, whatever it is. NaN becomes null; of what JSON does not know, a number or its text is kept."""
     if value is None or isinstance(value, str | bool | int):

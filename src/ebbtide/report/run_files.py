@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import ConfigError
-from ebbtide.report.plain_files import FORMAT, METRICS, RUN, number_of, step_files
+from ebbtide.report.plain_files import FORMAT, METRICS, RUN, is_number, number_of, step_files
 
 RANK = re.compile(r"rank-(\d+)")
 TABLES = ("causes", "bytes", "peak", "budget")
@@ -145,16 +145,12 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 def _line(row: dict[str, Any]) -> dict[str, Any]:
     """Without what is no number where one belongs: the loop may have said anything."""
     kept = {key: value for key, value in row.items() if key not in (*TABLES, *NUMBERS)}
-    kept |= {key: row[key] for key in NUMBERS if _is_number(row.get(key))}
+    kept |= {key: row[key] for key in NUMBERS if is_number(row.get(key))}
     for key in TABLES:
         table = row.get(key)
         if isinstance(table, dict):
-            kept[key] = {name: value for name, value in table.items() if _is_number(value)}
+            kept[key] = {name: value for name, value in table.items() if is_number(value)}
     return kept
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _step(path: Path, problems: list[str]) -> dict[str, Any] | None:

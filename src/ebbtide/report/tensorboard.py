@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbtide.errors import ConfigError
 from ebbtide.report.figures import own_seconds
+from ebbtide.report.plain_files import is_number
 from ebbtide.report.run_files import RunFiles
 
 Scalar = tuple[str, float, int]
@@ -38,22 +39,18 @@ def scalars(run: RunFiles) -> Iterator[Scalar]:
         yield from _of_step(line)
     for event in run.events:
         for key, value in event.items():
-            if key != "step" and _is_number(value):
+            if key != "step" and is_number(value):
                 yield f"{event['event']}/{key}", float(value), event["step"]
 
 
 def _of_step(line: Mapping[str, Any]) -> Iterator[Scalar]:
     step = line["step"]
     for key in PLAIN:
-        if _is_number(line.get(key)):
+        if is_number(line.get(key)):
             yield key, float(line[key]), step
     if line.get("tokens") and "seconds" in line:
         yield "tokens_per_second", line["tokens"] / own_seconds(line), step
     for key, name in GROUPS.items():
         for what, value in line.get(key, {}).items():
-            if _is_number(value):
+            if is_number(value):
                 yield f"{name}/{what}", float(value), step
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

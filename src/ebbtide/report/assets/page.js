@@ -97,7 +97,7 @@ const CAUSE = {
   host_to_device: "--wait", device_to_host: "--wait2", ssd_read: "--wait", ssd_write: "--wait2", wire: "--wait3",
   waiting: "--wait", ranks: "--wait3", update_wait: "--wait3", device_wait: "--c7", evaluation: "--c5", saving: "--c5", recording: "--c7",
 };
-const KIND = { param: "--c0", whole: "--c6", grad: "--c1", whole_grad: "--c5", activations: "--c3" };
+const KIND = { param: "--c0", whole: "--c6", grad: "--c1", "whole-grad": "--c5", activations: "--c3" };
 const colour = (name) => `var(${name || "--c4"})`;
 const category = (tag) => data.kinds[tag] || tag;
 const causeName = (cause) => (data.causes[cause] ? data.causes[cause][0] : cause);
@@ -565,11 +565,6 @@ function oneStep() {
 
 // -- curves ---------------------------------------------------------------------------------------------
 
-const CURVE_NAMES = {
-  loss: "loss", grad_norm: "norm of the gradient", lr: "learning rate", tokens_per_second: "tokens a second",
-  step_seconds: "seconds a step", rss: "resident memory of the process",
-};
-
 function curve(name, label, points, format) {
   const wide = 360, high = 110, left = 62;
   const steps = points.map((point) => point[0]), values = points.map((point) => point[1]).filter(Number.isFinite);
@@ -624,13 +619,13 @@ function curve(name, label, points, format) {
 const EVENT = { evaluated: "--c3", checkpoint: "--c2", resumed: "--c1", traced: "--c4", "left its plan": "--wait" };
 
 function allCurves() {
-  const found = Object.entries(data.curves).map(([name, points]) => curve(name, CURVE_NAMES[name] || name, points, (value) => shown(name, value)));
+  const found = Object.entries(data.curves).map(([name, points]) => curve(name, data.curve_names[name] || name, points, (value) => shown(name, value)));
   for (const [link, points] of Object.entries(data.links)) found.push(curve(`bytes-${link}`, `bytes, ${data.lanes[link] || link}`, points, bytes));
   const steps = data.curves.loss || data.curves.step_seconds || [];
   section("curves", "Curves", make("div", { class: "curves" }, ...found),
     data.events.length ? legend(Object.entries(EVENT).filter(([name]) => data.events.some((one) => one.event === name))) : null,
     data.events.length ? folded(`Events (${data.events.length})`, table("", ["step", "event", "facts"], data.events.slice(0, 500).map((one) => [one.step, one.event, JSON.stringify(one.facts)]), [0])) : null,
-    steps.length ? folded("The curves as a table", table("", ["step", ...Object.keys(data.curves).map((name) => CURVE_NAMES[name] || name)],
+    steps.length ? folded("The curves as a table", table("", ["step", ...Object.keys(data.curves).map((name) => data.curve_names[name] || name)],
       steps.slice(0, 2000).map(([at], place) => [at, ...Object.entries(data.curves).map(([name, points]) => { const point = points[place] && points[place][0] === at ? points[place] : points.find((one) => one[0] === at); return point ? shown(name, point[1]) : ""; })]), Object.keys(data.curves).map((_, place) => place + 1))) : null);
 }
 
