@@ -398,3 +398,12 @@ def test_a_second_recording_of_an_engine_begins_anew(tmp_path: Path) -> None:
         assert sum(line["causes"].values()) <= line["seconds"] * 1.001
     for link, count in moved.items():
         assert sum(line["bytes"][link] for line in [*first, *second[1:]]) == count
+
+
+def test_what_happens_before_the_first_step_is_kept(tmp_path: Path) -> None:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.record(tmp_path).mark("evaluated", loss=2.0)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    engine.close()
+    assert [line.get("event", line["step"]) for line in lines(tmp_path)] == ["evaluated", 1]

@@ -119,6 +119,7 @@ class Recording:
 
     def mark(self, event: str, /, **facts: Any) -> None:
         """Something happened after the last step: "evaluated", "checkpoint", or what you like."""
+        self._begin()
         self._write_line()
         line = {**facts, "event": event, "step": max(1, self._number)}
         self._guarded(lambda writer: writer.line(line))
