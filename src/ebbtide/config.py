@@ -154,6 +154,8 @@ class Config(Section):
     """Gradients are scaled down to this global norm; absent or 0: no clipping."""
     clip_value: Annotated[float | None, optional(_not_negative)] = None
     """Each element of the mean gradient is kept within it, up and down; absent or 0: no clipping."""
+    compile: Annotated[str, choice("off", "blocks")] = "off"
+    """`blocks`: torch.compile for the blocks that repeat. Blocks that the script has compiled run compiled anyway."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()
     """Name patterns of parameters that stay on the device as plain tensors, outside the chunks."""
     host_modules: Annotated[tuple[str, ...], patterns] = ()

@@ -14,6 +14,7 @@ from typing import Any
 HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
 """The folder of the project's own lines."""
 _COMPILER = os.path.join("torch", "_dynamo", "")
+_CALLS = os.path.join("torch", "nn", "modules", "module.py")
 
 
 class EbbtideError(Exception):
@@ -96,7 +97,7 @@ def warn_user(text: str) -> None:
 
 def _leads_here(file: str) -> bool:
     """Lines of ours, and those of Python's and torch's between the user's and ours."""
-    return file.startswith((HERE, contextlib.__file__)) or _COMPILER in file
+    return file.startswith((HERE, contextlib.__file__)) or _COMPILER in file or file.endswith(_CALLS)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

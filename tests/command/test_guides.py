@@ -129,6 +129,10 @@ def _holds_least(names: Names) -> None:
     assert 0 < names["found"].least <= names["found"].half <= names["found"].whole
 
 
+def _compiles_blocks(names: Names) -> None:
+    assert names["engine"]._session.interceptor.compiles
+
+
 def _kept(names: Names) -> None:
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     assert len(lines) == 3 and "evaluated" in lines[2] and Path("run/run.json").exists()
@@ -151,6 +155,7 @@ GUIDES: dict[tuple[str, int], tuple[Callable[[], Names], Callable[[Names], None]
     ("guides/report.md", 0): (_with_engine, _kept),
     ("guides/ssd.md", 0): (_plain, _steps(2)),
     ("guides/training-loop.md", 0): (_with_engine, _steps(2)),
+    ("guides/training-loop.md", 1): (_plain, _compiles_blocks),
     ("guides/updates.md", 0): (_plain, _steps(2)),
     ("guides/values.md", 0): (_with_engine, _releases),
     ("guides/values.md", 1): (_with_engine, _steps(2)),

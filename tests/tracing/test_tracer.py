@@ -67,7 +67,7 @@ def recording(card: Card) -> Tracer:
 def a_pass(card: Card, recording: Tracer, carried: int, held: int = 0) -> None:
     """Forward makes 50 bytes more; at its end the loop lets go of what it had of the pass before, and backward of all
     but 20. `held`: what it has of others all along."""
-    recording.start(Call(print, (), {}, "train"), carried + held)
+    recording.start(Call(print, (), {}, "train"), carried + held, None)
     assert recording.recorder is not None
     recording.recorder.moment(event(FORWARD, 0))
     card.hold(50)
@@ -120,7 +120,7 @@ def test_a_record_says_what_of_others_it_has(card: Card, recording: Tracer) -> N
 
 
 def test_chunks_that_come_are_no_activations(card: Card, recording: Tracer) -> None:
-    recording.start(Call(print, (), {}, "train"), 0)
+    recording.start(Call(print, (), {}, "train"), 0, None)
     assert recording.recorder is not None
     meter = recording._meter
     recording.recorder.moment(event(FORWARD, 0))

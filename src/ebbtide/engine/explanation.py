@@ -10,7 +10,6 @@ from ebbtide.planner.plans import Plan
 from ebbtide.planner.record import PHASES
 from ebbtide.planner.shape import TIERS
 from ebbtide.runtime.session import Session
-from ebbtide.tracing.hooks.observer import find_units
 from ebbtide.units import format_size
 
 TIER_NAMES = {"device": "the device", "host": "the host", "ssd": "SSD"}
@@ -140,8 +139,7 @@ def moment_name(session: Session, plan: Plan, place: int) -> str:
     event = record.moments[place % len(record.moments)].event
     phase, subject = event % 4, event // 4
     if PHASES[phase] == "forward":
-        _, _, units = find_units(session.module, data.parameters)
-        name = next((unit.name for _, unit in units if unit.index == subject), "")
+        name = next((unit.name for unit in session.parts.units if unit.index == subject), "")
     else:
         name = (data.run_names if PHASES[phase] == "backward" else data.names)[subject]
     return f"{PHASES[phase]} of {name or 'the model'}"

@@ -71,10 +71,10 @@ class OwnBackward:
 
     def reached(self, passes: GoesBack) -> None:
         """Backward comes to an output."""
-        if self.live:
+        if self.live or is_led():
             self._session.recording.reach()
             return
-        if is_led() or not passes.accumulating():
+        if not passes.accumulating():
             return
         if torch.is_grad_enabled():
             raise UnsupportedError(

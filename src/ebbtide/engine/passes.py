@@ -65,7 +65,7 @@ class Passes:
         session.refuse_swapped()
         if session.interceptor.changed:
             names(session)
-            session.interceptor.changed = False
+            session.interceptor.looked_at()
         session.begin_training(call)
         with session.running():
             return call.run()

@@ -17,7 +17,6 @@ from ebbtide.config import Config
 from ebbtide.engine.core import EngineCore
 from ebbtide.planner.shape import TIERS
 from ebbtide.runtime.session import Session
-from ebbtide.tracing.hooks.observer import find_units
 from ebbtide.units import format_size
 
 
@@ -142,9 +141,8 @@ def _chunks_of(session: Session, runs: Sequence[int]) -> list[int]:
 
 def _model(session: Session) -> dict[str, Any]:
     data = session.data
-    _, _, units = find_units(session.module, data.parameters)
-    names = {unit.index: unit.name for _, unit in units}
-    runs = {unit.index: unit.runs for _, unit in units}
+    names = {unit.index: unit.name for unit in session.parts.units}
+    runs = {unit.index: unit.runs for unit in session.parts.units}
     outside = session.unmanaged.parameters
     return {
         "class": type(session.module).__name__,

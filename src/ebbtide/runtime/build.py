@@ -36,6 +36,7 @@ from ebbtide.runtime.movement.fetch_on_demand import FetchOnDemand
 from ebbtide.runtime.movement.plan_cursor import PlanCursor
 from ebbtide.runtime.movement.state_placement import StatePlacement, StateStreaming
 from ebbtide.runtime.parameters.binding import ModelData
+from ebbtide.runtime.parameters.compiled_blocks import choose_blocks
 from ebbtide.runtime.parameters.host_modules import HostModules
 from ebbtide.runtime.parameters.initial_values import Source
 from ebbtide.runtime.parameters.inplace_writes import Writes
@@ -53,7 +54,7 @@ from ebbtide.runtime.takeover import Takeover, Unfreeze
 from ebbtide.runtime.updates.lock_free.policy import LockFree
 from ebbtide.runtime.updates.update_queue import UpdateQueue
 from ebbtide.runtime.updates.updates import Updates
-from ebbtide.tracing.hooks import Interceptor, find_units
+from ebbtide.tracing.hooks import Interceptor, Unit, find_units
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Parts:
     sharing: ChunkSharing | None
     companions: ModelParallel | None
     unmanaged: Unmanaged
+    units: Sequence[Unit]
     interceptor: Interceptor
     recording: Tracer
     imagining: SymbolicPasses
@@ -150,10 +152,14 @@ def build(
     in_backward = config.updates == "in-backward"
 
     # Tensors to chunks.
-    parameters, runs, units = find_units(module, list(choice.managed.values()))
+    layout, layers, gathered = _lay_out(module, choice, config, ranks)
+    apart = [*choice.hosted.values(), *(layer.module for layer in layers)]
+    blocks = choose_blocks(module, config.compile == "blocks", apart)
+    parameters, runs, units = find_units(
+        module, list(choice.managed.values()), [b.module for b in blocks.all]
+    )
     name_of = {id(p): n for n, p in choice.managed.items()}
     names = [name_of[id(p)] for p in parameters]
-    layout, layers, gathered = _lay_out(module, names, parameters, choice, config, ranks)
     store = ChunkStore(layout, backend, ledger, tiers.disk, ALONE if ranks is None else _slicing(ranks))
     queue = UpdateQueue(config.prefetch, store)
     data = ModelData(names, parameters, runs, layout, store, config.resolved_master, queue)
@@ -190,7 +196,7 @@ def build(
     spared = sum(peer.copies() for peer in room.peers)
     spared += sharing.reductions.extra() if sharing is not None else 0
     check_fit(ledger, config, shape_of(data, updates), spared)
-    interceptor = Interceptor(module, parameters, runs, units, executor, updates.sink.stand_ins.cover)
+    interceptor = Interceptor(module, parameters, runs, units, executor, updates.sink.stand_ins.cover, blocks)
     for handle in HostModules(choice.hosted.values(), backend.device, store.traffic).handles:
         interceptor.keep(handle)
     dispatchers = _dispatch(layers, sharing, executor, interceptor)
@@ -234,6 +240,7 @@ def build(
         sharing=sharing,
         companions=companions,
         unmanaged=unmanaged,
+        units=[unit for _, unit in units],
         interceptor=interceptor,
         recording=recording,
         imagining=imagining,
@@ -257,15 +264,12 @@ def _slicing(ranks: Ranks) -> Slicing:
 
 
 def _lay_out(
-    module: nn.Module,
-    names: Sequence[str],
-    parameters: Sequence[nn.Parameter],
-    choice: Choice,
-    config: Config,
-    ranks: Ranks | None,
+    module: nn.Module, choice: Choice, config: Config, ranks: Ranks | None
 ) -> tuple[Layout, Sequence[ExpertLayer], Mapping[str, str]]:
     """With the layers whose experts are spread over ranks, and those that cannot be, and why."""
-    specs = specs_of(names, parameters, [choice.dtypes[n] for n in names])
+    specs = specs_of(
+        list(choice.managed), list(choice.managed.values()), [choice.dtypes[n] for n in choice.managed]
+    )
     count = 1 if ranks is None else ranks.size
     layers, gathered = find_layers(module, specs, count, config)
     size = None if config.chunk_size == "auto" else unit_elements(specs, int(config.chunk_size))

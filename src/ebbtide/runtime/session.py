@@ -210,7 +210,7 @@ class Session:
         if known is not None and plan is not None:
             known.peak = plan.record.peak
         if known is None or known.to_trace:
-            self.recording.start(call, self.outputs.old)
+            self.recording.start(call, self.outputs.old, None if known is None else known.imagined)
         offset = 0 if plan is None else self.micro % plan.accumulate * len(plan.record.moments)
         if plan is None:
             self.homes.settle()
@@ -353,7 +353,7 @@ class Session:
         self.executor.reverse()
         if not last:
             self.resting.rule_out()
-        with self.running(by_node):
+        with self.running(by_node or self.interceptor.compiles):
             if over and self.cursor.plan is not None:
                 self.executor.leave_track("a backward pass after the one that was planned")
             with self.resting.reversing():

@@ -1,9 +1,16 @@
-"""Writes a record from the events of an iteration, as they happen."""
+"""Writes a record from the events of an iteration, as they happen.
+
+Note [what compiled code takes]: on the CPU no operator of it is seen. What a block gives and saves is known when its
+forward is over. While it runs, forward or backward, it is taken to need what it does as it is written; where no such
+pass was imagined, as much again as it leaves. All gradients of a block are there at once, when its backward is over.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+
+import torch
 
 from ebbtide.planner.record import Access, Arrival, Moment, Record, Saved
 from ebbtide.tracing.meter import Meter
@@ -34,6 +41,12 @@ class Recorder:
         self._seen = 0
         self._turns: list[int] = []
         self._forward = self._at_backward = -1
+        self._block: dict[int, int] = {}
+        """By run of a compiled block: bytes that were there when it began, then those that it has left."""
+        self._added = 0
+        """Bytes that the moment that runs now is taken to need besides what is seen."""
+        self._unseen: dict[int, int] = {}
+        """By moment, those."""
         meter.take_peak()
         meter.take_work()
 
@@ -53,8 +66,10 @@ class Recorder:
             return
         seconds = time.perf_counter() - self._start
         peak, work = self._take_peak() + self._fixed, self._meter.take_work()
+        if self._added:
+            self._unseen[len(self._moments)] = self._added
         self._moments.append(Moment(self._event, peak, seconds, work, self.alive()))
-        self._event = -1
+        self._event, self._added = -1, 0
 
     def alive(self) -> int:
         """Bytes of non-model data that are there now."""
@@ -69,6 +84,27 @@ class Recorder:
         says what there is without that, for a plan may choose otherwise."""
         self._seen = self._take_peak()
         self._away += count
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Compiled code has saved it, or somebody whose tensors are seen."""
+        self._meter.note(tensor)
+
+    def block(self, run: int) -> None:
+        """A compiled block begins (Note [what compiled code takes])."""
+        self._block[run] = self._meter.alive()
+
+    def block_over(self, run: int) -> None:
+        """Its forward is."""
+        self._block[run] = max(0, self._meter.alive() - self._block[run])
+        self._add(self._block[run])
+
+    def block_reversed(self, run: int, gradients: int) -> None:
+        """Its backward begins, which gives so many bytes of gradients at once."""
+        self._add(gradients + self._block.get(run, 0))
+
+    def _add(self, count: int) -> None:
+        if not self._meter.sees_blocks:
+            self._added += count
 
     def save(self, count: int, checkpoint: bool) -> int:
         """A storage is saved for backward; its number."""
@@ -107,8 +143,21 @@ class Recorder:
         """A backward is over, and the pass is not."""
         self._turns.append(self.index + 1)
 
-    def finish(self) -> Record:
+    def _add_unseen(self, imagined: Record | None) -> None:
+        events = [moment.event for moment in self._moments]
+        foreseen = imagined.moments if imagined is not None else ()
+        known = events == [moment.event for moment in foreseen]
+        for j, added in self._unseen.items():
+            moment = self._moments[j]
+            peak = moment.peak + added
+            if known and j:
+                peak = self._moments[j - 1].alive + foreseen[j].peak - foreseen[j - 1].alive
+            self._moments[j] = replace(moment, peak=max(moment.peak, peak))
+
+    def finish(self, imagined: Record | None = None) -> Record:
+        """`imagined`: the same pass, as it was foreseen."""
         self._close()
+        self._add_unseen(imagined)
         for run in list(self._open):
             self.end(run)
         accesses = tuple(sorted(self._accesses, key=lambda a: (a.first, a.run)))

@@ -5,7 +5,8 @@ the allocator keeps the peak, and the meter is told when chunks come and go so t
 
 Note [by node]: in a backward that the user's code started, autograd runs every node under the thread-local state of its
 caller, and a dispatch mode that is pushed while one node runs is gone with it. So the mode is pushed before each node
-and popped after it.
+and popped after it. Nodes of compiled code run without it (`tracing.hooks.block_calls`), in every backward.
+
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ebbtide.tracing.symbolic.corrections import as_laid_out, with_workspace
 from ebbtide.units import round_up
 
 LEAF = "torch::autograd::AccumulateGrad"
+COMPILED = "CompiledFunctionBackward"
 
 
 class ByNode:
@@ -64,7 +66,7 @@ class ByNode:
             self._seen |= following
             todo += following
             for node in following:
-                if node.name() != LEAF:
+                if node.name() not in (LEAF, COMPILED):
                     self._handles += [node.register_prehook(self._before), node.register_hook(self._after)]
         torch._C._push_on_torch_dispatch_stack(self._mode)  # it ends with the node
 
@@ -81,6 +83,12 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Meter(Protocol):
+    sees_blocks: bool
+    """Whether what compiled code takes is seen, too."""
+
+    def note(self, values: Any) -> None:
+        """Tensors that were not made where they would be seen."""
+
     def take_peak(self) -> int:
         """The most bytes alive since the last call."""
 
@@ -96,6 +104,7 @@ class StorageMeter(TorchDispatchMode):
 
     supports_higher_order_operators = True
     """To refuse them by name."""
+    sees_blocks = False
 
     def __init__(
         self, ignore: Callable[[int], bool], device: torch.device | None = None, rules: Rules | None = None
@@ -195,6 +204,8 @@ class StorageMeter(TorchDispatchMode):
 class AllocatorMeter:
     """CUDA: what the caching allocator counts, less our chunks and what lies beside the budget."""
 
+    sees_blocks = True
+
     def __init__(self, device: torch.device, ours: Callable[[], int], beside: int = 0) -> None:
         self._device = device
         self._ours = ours
@@ -223,6 +234,9 @@ class AllocatorMeter:
 
     def take_work(self) -> tuple[Work, ...]:
         return ()
+
+    def note(self, values: Any) -> None:
+        """The allocator has counted them."""
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -75,7 +75,7 @@ def trace(
         tuple(dtypes),
         tuple(p.requires_grad for p in parameters),
         torch.device("cpu"),
-        dtype,
+        buffers=dtype,
     )
     fixed = _buffer_bytes(module, dtype)
     # Nothing is told to anyone outside the imagined pass, which brings an observer of its own.

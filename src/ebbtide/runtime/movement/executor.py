@@ -10,6 +10,7 @@ while its storage has more users than we gave it; the next event finds it releas
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -77,6 +78,10 @@ class Executor:
         self._leases: dict[int, list[Lease]] = {}
         """By run that is in use: its chunks are."""
         self._reversing: list[int] = []
+        here = weakref.ref(self)
+        self.data.bring_by(lambda member: (found := here()) is not None and found._recompute(member))
+        self._together = self.data.gradients_together()
+        """By run of a compiled block: bytes of the gradients that its backward gives at once."""
 
     # -- events ---------------------------------------------------------------------------------------
 
@@ -89,6 +94,8 @@ class Executor:
                 for run in unit.runs:
                     self._acquire(run, FORWARD)
                     acquired.append(run)
+                    if self.recorder is not None and run in self._together:
+                        self.recorder.block(run)
             except BaseException:
                 for run in acquired:
                     self._release(run, State.HOLD_AFTER_FWD)
@@ -98,6 +105,8 @@ class Executor:
     def leave(self, unit: Unit) -> None:
         with self.lock:
             for run in unit.runs:
+                if self.recorder is not None and run in self._together:
+                    self.recorder.block_over(run)
                 self._release(run, self._after_forward())
 
     @told
@@ -117,7 +126,10 @@ class Executor:
             self._release(run, self._after_forward())
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
-        return self.data.locate(tensor)
+        weight = self.data.locate(tensor)
+        if weight is None and self._together and self.recorder is not None:
+            self.recorder.note(tensor)
+        return weight
 
     def keep(self, tensor: torch.Tensor) -> SavedTensor | None:
         if self.room.activations is None or self.cursor.phase != RUNNING:
@@ -131,20 +143,39 @@ class Executor:
     @told
     def unpack(self, handle: SavedWeight) -> torch.Tensor:
         with self.lock:
-            new = handle.run not in self._reversing
-            if new:
-                self._tick(event(BACKWARD, handle.run))
-            # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
-            self._gradients.reclaim((handle.member,))
-            if new:
-                self._acquire(handle.run, BACKWARD)
-                self._reversing.append(handle.run)
+            self._reverse(handle.run, handle.member)
             return self.data.rebuild(handle)
+
+    def _reverse(self, run: int, member: int) -> None:
+        """Backward wants a parameter."""
+        new = run not in self._reversing
+        if new:
+            self._tick(event(BACKWARD, run))
+        # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
+        self._gradients.reclaim((member,))
+        if new:
+            self._acquire(run, BACKWARD)
+            self._reversing.append(run)
+            if self.recorder is not None and run in self._together:
+                self.recorder.block_reversed(run, self._together[run])
+
+    @on_real_memory
+    def _recompute(self, member: int) -> bool:
+        """A block reads a parameter in backward, in a region that is computed again and not compiled: whether it is
+        there now."""
+        with self.lock:
+            if self.cursor.phase != REVERSING:
+                return False
+            self._reverse(self.data.run_of[member], member)
+            return True
 
     @told
     def gradient(self, parameter: int) -> None:
         with self.lock:
-            self._tick(event(GRADIENT, parameter))
+            run = self.data.run_of[parameter]
+            # What a compiled block's backward gives is all part of one moment.
+            if run not in self._reversing or run not in self._together:
+                self._tick(event(GRADIENT, parameter))
             if self.recorder is not None:
                 self.recorder.arrival(parameter)
             with self.journal.at(GRADIENTS):
@@ -162,6 +193,8 @@ class Executor:
         if self.room.activations is not None:
             self.room.activations.begin(None if plan is None else plan.away, recorder)
         self.recorder = recorder
+        if recorder is not None and self._together:
+            self._together = self.data.gradients_together()
         if plan is not self.cursor.plan:
             self._updates.bring_all()  # that there is room for them later was the other plan's word
         self.cursor.begin(plan, offset)

@@ -30,7 +30,15 @@ from ebbtide.runtime.parameters.binding_protocols import (
 )
 from ebbtide.runtime.parameters.initial_values import apart
 from ebbtide.runtime.parameters.initial_values import replace as replace_parameter
-from ebbtide.runtime.parameters.parameter_classes import forget, known_as, plainly, take_off, tell, wear
+from ebbtide.runtime.parameters.parameter_classes import (
+    bring,
+    forget,
+    known_as,
+    plainly,
+    take_off,
+    tell,
+    wear,
+)
 from ebbtide.runtime.parameters.places import Place, SavedWeight, computed_part
 from ebbtide.runtime.parameters.write_detection import LiveWrites, dense
 from ebbtide.tracing.hooks import ParameterRun
@@ -161,6 +169,24 @@ class ModelData:
         if dtype == "fp32":
             return None
         return torch.int16 if self.master == "split" and dtype == "bf16" else torch.float32
+
+    def gradients_together(self) -> dict[int, int]:
+        """By run of a compiled block: bytes of the gradients that its backward gives at once."""
+        return {
+            run.index: sum(
+                self.places[p].numel * self.parameter_chunk(self.places[p].chunk).dtype.itemsize
+                for p in run.parameters
+                if self.parameters[p].requires_grad
+            )
+            for run in self.runs
+            if run.together
+        }
+
+    def bring_by(self, brings: Callable[[int], bool]) -> None:
+        """Who brings what a compiled block reads in backward: a region that is computed again has no hooks in it."""
+        for run in self.runs:
+            for member in run.parameters if run.together else ():
+                bring(self.parameters[member], partial(brings, member))
 
     # -- binding --------------------------------------------------------------------------------------
 

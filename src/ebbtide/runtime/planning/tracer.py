@@ -41,6 +41,7 @@ class Tracer:
         """Bytes that the meter saw when the pass began, and those of state that is to come."""
         self._carried = self._aside = 0
         """Of what the meter sees, outputs of earlier passes: in forward, and in backward."""
+        self._imagined: Record | None = None
         self._over: tuple[Record, Any, int] | None = None
         self._nodes = ByNode()
         kept.watch_by(self)
@@ -55,8 +56,10 @@ class Tracer:
             there = self._unmanaged.fixed_bytes() - self._unmanaged.missing_bytes()
             self._beside = max(0, found - there)
 
-    def start(self, call: Call, held: int) -> None:
-        """`held`: bytes of earlier passes' outputs. An allocator counts all; a meter of storages, those it saw made."""
+    def start(self, call: Call, held: int, imagined: Record | None) -> None:
+        """`held`: bytes of earlier passes' outputs. An allocator counts all; a meter of storages, those it saw made.
+        `imagined`: the same pass, as it was foreseen."""
+        self._imagined = imagined
         backend = self._backend
         self._carried = self._aside = held if backend.kind == "cuda" else 0
         if backend.kind == "cuda":
@@ -104,7 +107,7 @@ class Tracer:
         if isinstance(self._meter, StorageMeter):
             for storage in self._unmanaged.gradients():
                 self._meter.disown(storage)  # every moment has it by now
-        record = replace(self.recorder.finish(), carried=self._carried, aside=self._aside)
+        record = replace(self.recorder.finish(self._imagined), carried=self._carried, aside=self._aside)
         self._over = (record, self._meter, self._before)
         self.abandon()
         return True
@@ -155,6 +158,7 @@ def imagine(
         tuple(data.store.chunks["param", p.chunk].dtype for p in data.places),
         tuple(p.requires_grad for p in data.parameters),
         data.store.backend.device,
+        frozenset(run.index for run in data.runs if run.together),
     )
     return trace_symbolically(
         module,

@@ -1,27 +1,30 @@
-"""What `torch.compile` was asked to compile runs as it is written.
+"""What `torch.compile` was asked to compile, other than a block, runs as it is written.
 
 Weights come and go between a module and the next, by hooks in Python; a traced pass is looked at operator by operator.
 Neither is what the compiler sees: it gives up where a dispatch mode is on, for good, and takes hooks for computation
-elsewhere, so that which parts of a model were compiled hung on what had run first.
+elsewhere, so that which parts of a model were compiled hung on what had run first. Blocks are compiled one by one
+(`block_calls`).
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-NAMED = 4
-"""Modules that the warning lists."""
+from ebbtide.errors import warn_user
+from ebbtide.tracing.hooks.block_calls import NAMED, CompiledBlocks
 
 
 class Uncompiled:
-    def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.named_modules())
+    def __init__(self, module: nn.Module, blocks: CompiledBlocks) -> None:
+        self._modules = [
+            (name, child) for name, child in module.named_modules() if id(child) not in blocks.inside
+        ]
+        self._why = blocks.refused
         self._found = False
 
     def scope(self, look: bool) -> AbstractContextManager[Any]:
@@ -31,16 +34,19 @@ class Uncompiled:
         return as_written() if self._found else nullcontext()
 
     def _look(self) -> None:
-        names = [name for name, module in self._modules if _is_compiled(module)]
+        names = [name for name, module in self._modules if is_compiled(module)]
         if not names:
             return
         self._found = True
         listed = ", ".join(repr(name) for name in names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        warnings.warn(
-            f"torch.compile: {len(names)} modules ({listed}) run as they are written, not compiled: their weights come "
-            "and go between one module and the next, which compiled code does not show. Numbers are those of the model "
-            "without torch.compile; leave it out to be rid of this warning",
-            stacklevel=2,
+        why = (
+            self._why
+            or "their weights come and go between one module and the next, which compiled code does not show"
+        )
+        warn_user(
+            f"torch.compile: {len(names)} modules ({listed}) run as they are written, not compiled: {why}. Numbers are "
+            "those of the model without torch.compile. Compile the model's blocks one by one before "
+            'ebbtide.initialize() (block.compile()), or set compile = "blocks"'
         )
 
 
@@ -54,7 +60,7 @@ def has_compiler() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     compiled = module._compiled_call_impl
     was = getattr(compiled, "was_compiled", compiled)  # the engine's calls of the root are no compiled ones
     return was is not None or hasattr(module.forward, "_torchdynamo_inline")

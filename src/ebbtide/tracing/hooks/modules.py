@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from ebbtide.tracing.hooks.block_calls import BlockCall, CompiledBlocks
 from ebbtide.tracing.hooks.compiled import Uncompiled, as_written
 from ebbtide.tracing.hooks.gradient_sums import own_parts
 from ebbtide.tracing.hooks.observer import Observer, ParameterRun, Unit
@@ -60,8 +61,10 @@ class Interceptor:
         units: Sequence[tuple[nn.Module, Unit]],
         observer: Observer,
         coming: Callable[[int], None] = lambda index: None,
+        blocks: CompiledBlocks | None = None,
     ) -> None:
-        """`coming`: told of a gradient before it is accumulated into a parameter's `.grad`."""
+        """`coming`: told of a gradient before it is accumulated into a parameter's `.grad`. `blocks`: what runs
+        compiled."""
         self.observer = observer
         self.coming = coming
         self.active = [0] * len(runs)
@@ -69,12 +72,12 @@ class Interceptor:
         self._watched = [False] * len(self._parameters)
         self._frames: list[_Frame] = []
         self._saved = SavedTensors(lambda: self.observer)
-        self._uncompiled = Uncompiled(module)
+        self._blocks = CompiledBlocks(()) if blocks is None else blocks
+        self._uncompiled = Uncompiled(module, self._blocks)
         self._handles: list[Any] = []
         self._tables: list[tuple[nn.Module, ParameterTable]] = []
         self._watched_tables: list[tuple[nn.Module, str]] = []
-        self.changed = False
-        """Whether some module has had a parameter or a child put in or taken out since that was looked at."""
+        self._changed = False
         owned = Counter(run for _, unit in units for run in unit.runs)
         self.resting = False
         self.deaf = False
@@ -84,13 +87,19 @@ class Interceptor:
         self.unnoticed = 0
         """How many units have started of which the observer was not told."""
         self._tied = frozenset(run for run, owners in owned.items() if owners > 1)
+        self._calls: list[BlockCall] = []
         self._install(module, runs, {id(owner): unit for owner, unit in units})
 
     # -- installation ---------------------------------------------------------------------------------
 
     def _install(self, module: nn.Module, runs: Sequence[ParameterRun], units: dict[int, Unit]) -> None:
         run_of = {id(self._parameters[p]): run.index for run in runs for p in run.parameters}
+        for block in self._blocks.all:
+            around = partial(self._compiled, units.get(id(block.module)), block.module)
+            self._calls.append(BlockCall(block, self._blocks, around))
         for child in list(module.modules()):
+            if id(child) in self._blocks.inside:
+                continue
             self._watch(child, "_modules", WatchedTable(child._modules, self.change))
             if id(child) not in units:
                 self._watch(child, "_parameters", WatchedTable(child._parameters, self.change))
@@ -120,7 +129,17 @@ class Interceptor:
 
     def change(self) -> None:
         """A table was changed."""
-        self.changed = True
+        self._changed = True
+
+    @property
+    def changed(self) -> bool:
+        """Whether some module has had a parameter or a child put in or taken out since that was looked at."""
+        return self._changed or self._blocks.changed
+
+    def looked_at(self) -> None:
+        """Modules are known as they are now."""
+        self._changed = False
+        self._blocks.looked_at()
 
     def watch_gradients(self) -> None:
         """Gradient hooks for parameters that require gradients; called each iteration, for `requires_grad`
@@ -140,17 +159,23 @@ class Interceptor:
         self._handles.append(handle)
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._calls):
             handle.remove()
         for module, table in self._tables:
             module._parameters = dict(table)
         for module, name in self._watched_tables:
             vars(module)[name] = dict(vars(module)[name])
         self._handles.clear()
+        self._calls.clear()
         self._tables.clear()
         self._watched_tables.clear()
 
     # -- events ---------------------------------------------------------------------------------------
+
+    @property
+    def compiles(self) -> bool:
+        """Whether some block runs compiled."""
+        return bool(self._blocks)
 
     @property
     def others_listen(self) -> bool:
@@ -181,12 +206,25 @@ class Interceptor:
     def _leave(self, unit: Unit | None, module: nn.Module, args: Any, output: Any) -> None:
         if unit is not None and not self._tied.isdisjoint(unit.runs) and torch.is_grad_enabled():
             outputs = [value for value in tree_iter(output) if isinstance(value, torch.Tensor)]
-            own_parts(outputs, [p for p in module._parameters.values() if p is not None])
+            whole = id(module) in self._blocks.inside
+            own_parts(outputs, [p for p in module.parameters(recurse=whole) if p is not None])
         # An always-called hook also fires where our own `enter` refused: then there is no frame of this unit.
         if self._frames and self._frames[-1].unit is unit:
             self._close(self._frames.pop())
         if not self.scopes and not self._frames:
             refuse_backward(module, output)
+
+    def _compiled(
+        self, unit: Unit | None, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a compiled block, a unit like others."""
+        self._enter(unit, module, args)
+        found = None
+        try:
+            found = function(*args, **kwargs)
+        finally:
+            self._leave(unit, module, args, found)
+        return found
 
     def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function as if it were a module's forward: parameters that it reads stay there until its end."""
@@ -233,7 +271,8 @@ class Interceptor:
         self.rest(False)
         stand_in = {id(real): other for real, other in zip(self._parameters, parameters, strict=True)}
         previous, self.observer = self.observer, observer
-        originals = [(table, name, p) for _, table in self._tables for name, p in table.items()]
+        tables = [table for _, table in self._tables] + self._blocks.tables
+        originals = [(table, name, p) for table in tables for name, p in table.items()]
         try:
             for table, name, parameter in originals:
                 if id(parameter) in stand_in:

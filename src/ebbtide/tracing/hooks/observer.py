@@ -24,6 +24,8 @@ class ParameterRun:
     index: int
     parameters: tuple[int, ...]
     """Indices into the list of managed parameters, in definition order."""
+    together: bool = False
+    """Whether a compiled block owns it: backward wants all of it at once, and gives its gradients together."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,19 @@ class Unit:
 
 
 def find_units(
-    module: nn.Module, managed: Collection[nn.Parameter]
+    module: nn.Module, managed: Collection[nn.Parameter], blocks: Collection[nn.Module] = ()
 ) -> tuple[list[nn.Parameter], list[ParameterRun], list[tuple[nn.Module, Unit]]]:
-    """The managed parameters in definition order, their runs, and each owning module with its unit."""
+    """The managed parameters in definition order, their runs, and each owning module with its unit. A module of `blocks`
+    owns what all modules inside it own."""
     wanted = {id(parameter) for parameter in managed}
     parameters: list[nn.Parameter] = []
     index_of: dict[int, int] = {}
     owners: dict[int, list[int]] = {}
     modules = [(name, child) for name, child in module.named_modules()]
-    for position, (_, child) in enumerate(modules):
+    places = {id(child): position for position, (_, child) in enumerate(modules)}
+    owner = {id(child): places[id(block)] for block in blocks for child in block.modules()}
+    for here, (_, child) in enumerate(modules):
+        position = owner.get(id(child), here)
         for parameter in child._parameters.values():
             if parameter is None or id(parameter) not in wanted:
                 continue
@@ -55,7 +61,11 @@ def find_units(
     grouped: dict[tuple[int, ...], list[int]] = {}
     for index in range(len(parameters)):
         grouped.setdefault(tuple(owners[index]), []).append(index)
-    runs = [ParameterRun(i, tuple(members)) for i, members in enumerate(grouped.values())]
+    compiled = set(owner.values())
+    runs = [
+        ParameterRun(i, tuple(members), together=not compiled.isdisjoint(owning))
+        for i, (owning, members) in enumerate(grouped.items())
+    ]
     runs_of: dict[int, list[int]] = {}
     for run, owning in zip(runs, grouped, strict=True):
         for position in owning:

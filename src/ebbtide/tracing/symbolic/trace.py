@@ -56,15 +56,45 @@ class _Saved:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class FakeParameters:
+    """What the fake pass must know of the managed parameters."""
+
+    runs: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    trained: tuple[bool, ...]
+    device: torch.device
+    together: frozenset[int] = frozenset()
+    """Runs of compiled blocks."""
+    buffers: torch.dtype | None = None
+    """What floating buffers become; None: they are as they will be."""
+
+    def gradients_together(self) -> dict[int, int]:
+        """By run of a compiled block: bytes of the gradients that its backward gives at once."""
+        found = dict.fromkeys(self.together, 0)
+        for run, shape, dtype, trained in zip(self.runs, self.shapes, self.dtypes, self.trained, strict=True):
+            if run in found and trained:
+                found[run] += math.prod(shape) * dtype.itemsize
+        return found
+
+
 class SymbolicObserver:
     """Writes what it is told into a recorder; fake weights are everywhere at once."""
 
     def __init__(
-        self, recorder: Recorder, weights: Mapping[int, _Weight], saved: SavedList | None = None
+        self,
+        recorder: Recorder,
+        weights: Mapping[int, _Weight],
+        parameters: FakeParameters,
+        saved: SavedList | None = None,
     ) -> None:
         """`weights` by the address of their storage's object; `saved` is told of all else that is saved."""
         self._recorder = recorder
         self._weights = weights
+        self._runs = parameters.runs
+        self._together = parameters.gradients_together()
         self._saved = saved
         self._forward = True
         self._count: dict[int, int] = {}
@@ -80,11 +110,19 @@ class SymbolicObserver:
         if self._count[run] == 0:
             self._recorder.end(run)
 
-    def _moment(self, what: int) -> None:
+    def _sweep(self, everything: bool = False) -> None:
         for run, weight in list(self._reversing.items()):
-            if use_count(weight.storage) <= weight.aliases:
+            if everything or use_count(weight.storage) <= weight.aliases:
                 del self._reversing[run]
                 self._end(run)
+
+    def finish(self) -> Record:
+        """The pass is over."""
+        self._sweep(everything=True)
+        return self._recorder.finish()
+
+    def _moment(self, what: int) -> None:
+        self._sweep()
         self._recorder.moment(what)
         if self._saved is not None:
             self._saved.moment()
@@ -125,26 +163,16 @@ class SymbolicObserver:
         if weight.run not in self._reversing:
             self._moment(event(BACKWARD, weight.run))
             self._begin(weight.run, BACKWARD)
+            if weight.run in self._together:
+                self._recorder.block_reversed(weight.run, self._together[weight.run])
             self._reversing[weight.run] = weight
         return weight.flat.as_strided(handle.shape, handle.stride, handle.offset)
 
     def gradient(self, parameter: int) -> None:
-        self._moment(event(GRADIENT, parameter))
+        run = self._runs[parameter]
+        if run not in self._reversing or run not in self._together:
+            self._moment(event(GRADIENT, parameter))
         self._recorder.arrival(parameter)
-
-
-@dataclass(frozen=True)
-class FakeParameters:
-    """What the fake pass must know of the managed parameters."""
-
-    runs: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    trained: tuple[bool, ...]
-    device: torch.device
-    buffers: torch.dtype | None = None
-    """What floating buffers become; None: they are as they will be."""
 
 
 def trace_symbolically(
@@ -222,7 +250,9 @@ def _trace(
     if escapes is not None:
         escapes.watch(mode, meter)
     recorder = Recorder(signature, meter, fixed, inputs, source="symbolic")
-    observer = SymbolicObserver(recorder, weights, SavedList(recorder, parameters.device) if saved else None)
+    observer = SymbolicObserver(
+        recorder, weights, parameters, SavedList(recorder, parameters.device) if saved else None
+    )
     hooks = _hooked(fake, observer)
 
     def kept_beside(value: torch.Tensor) -> torch.Tensor:
@@ -257,7 +287,7 @@ def _trace(
         if loss is not None and loss.requires_grad:
             loss.backward()
         # While the loop holds its loss, what hangs on the graph stays: leaves that forward made, with their gradients.
-        return recorder.finish()
+        return observer.finish()
 
 
 @contextmanager
