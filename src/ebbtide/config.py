@@ -156,6 +156,9 @@ class Config(Section):
     """Each element of the mean gradient is kept within it, up and down; absent or 0: no clipping."""
     compile: Annotated[str, choice("off", "blocks")] = "off"
     """`blocks`: torch.compile for the blocks that repeat. Blocks that the script has compiled run compiled anyway."""
+    loss: Annotated[str, choice("auto", "whole", "pieces")] = "auto"
+    """Head and loss of a causal model by blocks of tokens, where all logits would be larger than a block: `pieces`.
+    `auto`: where the loop is `ebbtide train` or Hugging Face's Trainer, which read no logits; else `whole`."""
     unmanaged: Annotated[tuple[str, ...], patterns] = ()
     """Name patterns of parameters that stay on the device as plain tensors, outside the chunks."""
     host_modules: Annotated[tuple[str, ...], patterns] = ()

@@ -145,6 +145,7 @@ def _trained(names: Names) -> None:
 GUIDES: dict[tuple[str, int], tuple[Callable[[], Names], Callable[[Names], None]]] = {
     ("your-script.md", 0): (_plain, _steps(2)),
     ("guides/activations.md", 0): (_plain, _steps(2)),
+    ("guides/activations.md", 1): (_plain, _anything),
     ("guides/budgets.md", 0): (_with_engine, _holds_least),
     ("guides/checkpoints.md", 0): (_with_engine, _steps(2)),
     ("guides/evaluation-and-generation.md", 0): (_with_engine, _anything),

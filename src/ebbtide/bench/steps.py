@@ -21,6 +21,7 @@ from ebbtide.config import Config
 from ebbtide.devices.cpu_device import fast_dtype
 from ebbtide.engine import Engine, open_tiers
 from ebbtide.models import ModelSpec, find_model
+from ebbtide.runtime.parameters.compiled_blocks import repeated_blocks
 from ebbtide.runtime.parameters.selection import PRECISIONS
 from ebbtide.tracing.standalone import NAMES
 
@@ -73,14 +74,17 @@ class PlainLoop:
         device: torch.device,
         precision: str = "bf16",
         module: nn.Module | None = None,
+        blocks: bool = False,
     ) -> None:
-        """`module`, where it is at hand, goes before one with drawn weights."""
+        """`module`, where it is at hand, goes before one with drawn weights. `blocks`: compile those that repeat."""
         self.module = (module or built(model)).to(device)
         self.apart = precision != "fp32"
         self.masters = list(self.module.parameters())
         if self.apart:
             self.masters = [nn.Parameter(p.detach().clone()) for p in self.masters]
             self.module.to(PRECISIONS[precision])
+        for _, block in repeated_blocks(self.module) if blocks else ():
+            block.compile()
         self.optimizer = torch.optim.AdamW(self.masters, lr=LR, fused=True)
         self.batch = {key: value.to(device) for key, value in batch.items()}
 

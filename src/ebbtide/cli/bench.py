@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,10 @@ Repeats = Annotated[int, Option(help="Measured steps of each variant.")]
 Quick = Annotated[
     bool, Option("--quick", help="In two minutes, on a small model: to see that it runs, not what it costs.")
 ]
+
+
+SMALL = {"model": "gpt2-tiny", "seq": 128, "repeats": 3}
+"""What --quick measures."""
 
 
 @bench.command()
@@ -59,15 +64,22 @@ def overhead(
     json: Json = False,
 ) -> None:
     """A step with everything resident against plain PyTorch's."""
-    if quick:
-        model = _quickly(context, "model", "gpt2-tiny", model)
-        repeats = _quickly(context, "repeats", 5, repeats)
-    options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.bench.overhead import run
-    from ebbtide.devices.heap import tune_memory
+    _measure_steps(context, "ebbtide.bench.overhead", {"model": "gpt2-tiny", "repeats": 5})
 
-    tune_memory(scarce=False)
-    _print(run(**options, report=_say), json)
+
+@bench.command()
+def compiled(
+    context: typer.Context,
+    model: Model = "gpt2-124m",
+    batch: Batch = 2,
+    seq: Seq = 512,
+    repeats: Repeats = 7,
+    precision: Precision = AUTO,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Steps with compiled blocks against plain PyTorch's with the same: resident, and with room for a quarter."""
+    _measure_steps(context, "ebbtide.bench.compiled_steps", SMALL)
 
 
 @bench.command()
@@ -82,16 +94,7 @@ def offload(
     json: Json = False,
 ) -> None:
     """A step under ever smaller device budgets against the resident one."""
-    if quick:
-        model = _quickly(context, "model", "gpt2-tiny", model)
-        seq = _quickly(context, "seq", 128, seq)
-        repeats = _quickly(context, "repeats", 3, repeats)
-    options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.bench.budget_cost import run
-    from ebbtide.devices.heap import tune_memory
-
-    tune_memory(scarce=False)
-    _print(run(**options, report=_say), json)
+    _measure_steps(context, "ebbtide.bench.budget_cost", SMALL)
 
 
 @bench.command()
@@ -271,16 +274,7 @@ def recording(
     json: Json = False,
 ) -> None:
     """What engine.record takes of a step: charges counted, times what one takes; and steps in pairs."""
-    if quick:
-        model = _quickly(context, "model", "gpt2-tiny", model)
-        seq = _quickly(context, "seq", 128, seq)
-        repeats = _quickly(context, "repeats", 3, repeats)
-    options = _options(model, batch, seq, repeats) | {"precision": _precision(precision)}
-    from ebbtide.bench.recording_cost import run
-    from ebbtide.devices.heap import tune_memory
-
-    tune_memory(scarce=False)
-    _print(run(**options, report=_say), json)
+    _measure_steps(context, "ebbtide.bench.recording_cost", SMALL)
 
 
 @bench.command()
@@ -324,6 +318,20 @@ def _quickly(context: typer.Context, name: str, quick: Any, found: Any) -> Any:
     """The quick value, unless another was asked for."""
     source = context.get_parameter_source(name)
     return quick if source is None or source.name == "DEFAULT" else found
+
+
+def _measure_steps(context: typer.Context, module: str, small: Mapping[str, Any]) -> None:
+    """Steps of a model, by the options that such benchmarks have. `small`: some of them, with --quick."""
+    asked = dict(context.params)
+    if asked["quick"]:
+        asked |= {name: _quickly(context, name, value, asked[name]) for name, value in small.items()}
+    options = _options(asked["model"], asked["batch"], asked["seq"], asked["repeats"])
+    options["precision"] = _precision(asked["precision"])
+    from ebbtide.devices.heap import tune_memory
+
+    run = import_module(module).run
+    tune_memory(scarce=False)
+    _print(run(**options, report=_say), asked["json"])
 
 
 def _precision(asked: str) -> str:

@@ -27,6 +27,7 @@ from ebbtide.forecasting.forecaster import Forecaster, Workload
 from ebbtide.forecasting.simulation.machine import Machine
 from ebbtide.models import Batches, ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations
+from ebbtide.nn.head_loss import best_loss
 from ebbtide.planner.activation_trips import OFF
 from ebbtide.planner.sizes import days_left
 from ebbtide.units import format_size
@@ -85,7 +86,7 @@ class Training:
         if task.checkpoint_activations:
             checkpoint_activations(module, task.model)
         self.parameters = sum(parameter.numel() for parameter in module.parameters())
-        self.engine = initialize(module, config)
+        self.engine = initialize(module, config.with_({"loss": best_loss(config.loss, module)}))
         tune_memory(self.engine)
         self.recording: Recording | None = None
         """Where the run has a folder."""

@@ -19,6 +19,7 @@ from ebbtide.engine.foreign import handed_over
 from ebbtide.engine.optimizer import EngineOptimizer, OptimizerCalls, make_optimizer
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
+from ebbtide.nn.head_loss import obstacle
 from ebbtide.runtime.budgets import alike, refuse_nowhere, refuse_unbuilt, warn_of_slow_products
 from ebbtide.runtime.build import build
 from ebbtide.runtime.distributed.launch import join_if_launched
@@ -87,6 +88,10 @@ def _refuse(module: nn.Module, config: Config) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(f"initialize takes an nn.Module, found {type(module).__name__}")
     refuse_held(module)
+    if config.loss == "pieces" and (why := obstacle(module)):
+        raise ConfigError(
+            f'loss = "pieces": {why}; use loss = "whole", or ebbtide.nn.linear_cross_entropy in forward'
+        )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         raise UnsupportedError("the module has lazy parameters; run one forward pass before initialize()")
 

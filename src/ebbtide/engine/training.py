@@ -29,6 +29,7 @@ from ebbtide.engine.saved import Checkpointing
 from ebbtide.engine.stepping import Stepping, StepResult
 from ebbtide.engine.tracebacks import show_users_lines
 from ebbtide.errors import ConfigError
+from ebbtide.nn.head_loss import LossInPieces
 from ebbtide.runtime.process_tiers import Tiers
 from ebbtide.runtime.stats import facts
 from ebbtide.tracing.hooks.root_calls import InStep, RootCalls
@@ -98,6 +99,8 @@ class Engine:
         guard(session, core.zero_grad)
         session.data.end_pass()
         session.interceptor.keep(RootCalls(module, self.__call__, self._passes.under_way))
+        if core.config.loss == "pieces":
+            session.interceptor.keep(LossInPieces(module))
         if session.sharing is not None:
             session.interceptor.keep(InStep(module, session.places.all_reside))
 

@@ -28,6 +28,7 @@ from ebbtide.integrations._refused import refuse_launched, refuse_placed
 from ebbtide.integrations._settings import Given, mixed_precision, named_in, with_precision
 from ebbtide.integrations._state_dicts import answering, loading_into
 from ebbtide.integrations._versions import require
+from ebbtide.nn.head_loss import best_loss
 
 FOLDER = "ebbtide"
 """Of a checkpoint: where the engine's own state lies, beside the weights."""
@@ -109,10 +110,18 @@ class Mixin(_Base):
             _refuse_model(module)
             made = super().create_optimizer(module)
             self._dtypes = {name: value.dtype for name, value in module.state_dict(keep_vars=True).items()}
-            self.engine = take(module, self._settings, made)
+            self.engine = take(module, self._settings.with_({"loss": self._loss_of(module)}), made)
             self.optimizer = self.engine.optimizer
         mark_prepared(module, self.optimizer)
         return self.optimizer
+
+    def _loss_of(self, module: nn.Module) -> str:
+        """Trainer's own loss reads no logits of a training pass; a smoothed one, or a subclass's, may."""
+        own = type(self).compute_loss is transformers.Trainer.compute_loss
+        reads_none = own and self.compute_loss_func is None and self.label_smoother is None
+        if self._settings.loss == "auto" and not reads_none:
+            return "whole"
+        return best_loss(self._settings.loss, module)
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
         """In place of Accelerator.backward. Trainer has divided the loss already."""
