@@ -10,7 +10,6 @@ while its storage has more users than we gave it; the next event finds it releas
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -78,8 +77,6 @@ class Executor:
         self._leases: dict[int, list[Lease]] = {}
         """By run that is in use: its chunks are."""
         self._reversing: list[int] = []
-        here = weakref.ref(self)
-        self.data.bring_by(lambda member: (found := here()) is not None and found._recompute(member))
         self._together = self.data.gradients_together()
         """By run of a compiled block: bytes of the gradients that its backward gives at once."""
 
@@ -143,31 +140,29 @@ class Executor:
     @told
     def unpack(self, handle: SavedWeight) -> torch.Tensor:
         with self.lock:
-            self._reverse(handle.run, handle.member)
+            new = handle.run not in self._reversing
+            if new:
+                self._tick(event(BACKWARD, handle.run))
+            # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
+            self._gradients.reclaim((handle.member,))
+            if new:
+                self._acquire(handle.run, BACKWARD)
+                self._reversing.append(handle.run)
             return self.data.rebuild(handle)
 
-    def _reverse(self, run: int, member: int) -> None:
-        """Backward wants a parameter."""
-        new = run not in self._reversing
-        if new:
-            self._tick(event(BACKWARD, run))
-        # Not all of its run: gradients of others may have come, with which this operator has nothing to do.
-        self._gradients.reclaim((member,))
-        if new:
-            self._acquire(run, BACKWARD)
-            self._reversing.append(run)
-            if self.recorder is not None and run in self._together:
-                self.recorder.block_reversed(run, self._together[run])
-
-    @on_real_memory
-    def _recompute(self, member: int) -> bool:
-        """A block reads a parameter in backward, in a region that is computed again and not compiled: whether it is
-        there now."""
+    @told
+    def reverse_block(self, unit: Unit) -> None:
         with self.lock:
-            if self.cursor.phase != REVERSING:
-                return False
-            self._reverse(self.data.run_of[member], member)
-            return True
+            new = [run for run in unit.runs if run not in self._reversing]
+            if not new:
+                return
+            self._tick(event(BACKWARD, unit.runs[0]))
+            for run in new:
+                self._gradients.reclaim(self.data.runs[run].parameters)
+                self._acquire(run, BACKWARD)
+                self._reversing.append(run)
+                if self.recorder is not None:
+                    self.recorder.block_reversed(run, self._together[run])
 
     @told
     def gradient(self, parameter: int) -> None:

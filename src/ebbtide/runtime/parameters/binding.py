@@ -31,7 +31,6 @@ from ebbtide.runtime.parameters.binding_protocols import (
 from ebbtide.runtime.parameters.initial_values import apart
 from ebbtide.runtime.parameters.initial_values import replace as replace_parameter
 from ebbtide.runtime.parameters.parameter_classes import (
-    bring,
     forget,
     known_as,
     plainly,
@@ -181,12 +180,6 @@ class ModelData:
             for run in self.runs
             if run.together
         }
-
-    def bring_by(self, brings: Callable[[int], bool]) -> None:
-        """Who brings what a compiled block reads in backward: a region that is computed again has no hooks in it."""
-        for run in self.runs:
-            for member in run.parameters if run.together else ():
-                bring(self.parameters[member], partial(brings, member))
 
     # -- binding --------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Away: the chunk is elsewhere, and the parameter's memory is a placeholder of NaN. Shape, dtype, device, gradient and
 hooks answer; a read or write of values raises. It never brings its chunk by itself, for a view that outlives the call
-would keep nothing in place. In a compiled block's backward it does: there such a view keeps the chunk.
+would keep nothing in place.
 
 InPlace: the chunk is on the device, between passes. PyTorch counts a write into a parameter, but not one through
 `.data`, numpy or a storage, and a chunk that leaves later would lose it. So the class notes who takes such an alias;
@@ -46,18 +46,9 @@ def tell(parameter: nn.Parameter, told: Callable[[], None]) -> None:
     parameter.__class__ = InPlace
 
 
-_brought: dict[int, Callable[[], bool]] = {}
-"""By parameter: who brings its chunk where it is read, and says whether it did."""
-
-
-def bring(parameter: nn.Parameter, brought: Callable[[], bool]) -> None:
-    _brought[id(parameter)] = brought
-
-
 def forget(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         _told.pop(id(parameter), None)
-        _brought.pop(id(parameter), None)
 
 
 def _unmasked(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -166,9 +157,6 @@ class Away(nn.Parameter):
         away = held_in(values, _kinds())
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return f"Parameter({name_of_managed(away)}, away, size={tuple(away.shape)}, dtype={away.dtype})"
-        brought = _brought.get(id(away))
-        if brought is not None and brought():
-            return func(*args, **(kwargs or {}))
         raise StateError(_refusal(away, name_of(func)))
 
 

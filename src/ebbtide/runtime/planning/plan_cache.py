@@ -160,7 +160,10 @@ class PlanCache:
     # -- by other shapes ------------------------------------------------------------------------------
 
     def cover(self, signature: str, whatever: bool = False) -> KnownInput | None:
-        """What is known of a shape from one that encloses it. `whatever`: also where its numbers are others."""
+        """What is known of a shape from one that encloses it. `whatever`: also where its numbers are others. Where
+        activations leave, each shape has a plan of its own: a smaller one saves tensors of other sizes."""
+        if self.offload != OFF:
+            return None
         kind = kind_of(signature)
         above = [
             (other, known)
@@ -207,6 +210,8 @@ class PlanCache:
     def outgrown(self, signature: str) -> tuple[tuple[int, ...], ...] | None:
         """Sizes to imagine in place of those of a batch that is larger than what is known of its kind; None where
         nothing is known, or nothing is larger."""
+        if self.offload != OFF:
+            return None
         kind = kind_of(signature)
         known = {
             other: one.record.peak

@@ -28,6 +28,12 @@ def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Pa
         found.observer.gradient(index)
 
 
+def _reversed(interceptor: weakref.ref[Interceptor], unit: Unit, _: Any) -> None:
+    found = interceptor()
+    if found is not None:
+        found.observer.reverse_block(unit)
+
+
 def _coming(interceptor: weakref.ref[Interceptor], index: int, gradient: torch.Tensor) -> None:
     found = interceptor()
     if found is not None:
@@ -222,9 +228,19 @@ class Interceptor:
         found = None
         try:
             found = function(*args, **kwargs)
+            if unit is not None and not self.resting and torch.is_grad_enabled():
+                self._await_backward(unit, (args, kwargs), found)
         finally:
             self._leave(unit, module, args, found)
         return found
+
+    def _await_backward(self, unit: Unit, given: Any, found: Any) -> None:
+        """Backward comes to a block through what it gave; what it was given and hands on is not its own."""
+        handed_on = {value.grad_fn for value in tree_iter(given) if isinstance(value, torch.Tensor)}
+        nodes = {value.grad_fn for value in tree_iter(found) if isinstance(value, torch.Tensor)}
+        for node in nodes - handed_on:
+            if node is not None:
+                node.register_prehook(partial(_reversed, weakref.ref(self), unit))
 
     def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function as if it were a module's forward: parameters that it reads stay there until its end."""

@@ -128,5 +128,8 @@ class Observer(Protocol):
     def unpack(self, handle: Any) -> torch.Tensor:
         """Backward wants what `pack` described."""
 
+    def reverse_block(self, unit: Unit) -> None:
+        """Backward comes to a compiled block: it wants all parameters of the block, until it comes to another unit."""
+
     def gradient(self, parameter: int) -> None:
         """The gradient of a parameter (by index) has been accumulated into its `.grad`."""

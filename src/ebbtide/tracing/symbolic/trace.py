@@ -94,6 +94,8 @@ class SymbolicObserver:
         self._recorder = recorder
         self._weights = weights
         self._runs = parameters.runs
+        self._first = {weight.run: weight for weight in reversed(list(weights.values()))}
+        """By run."""
         self._together = parameters.gradients_together()
         self._saved = saved
         self._forward = True
@@ -163,10 +165,18 @@ class SymbolicObserver:
         if weight.run not in self._reversing:
             self._moment(event(BACKWARD, weight.run))
             self._begin(weight.run, BACKWARD)
-            if weight.run in self._together:
-                self._recorder.block_reversed(weight.run, self._together[weight.run])
             self._reversing[weight.run] = weight
         return weight.flat.as_strided(handle.shape, handle.stride, handle.offset)
+
+    def reverse_block(self, unit: Unit) -> None:
+        new = [run for run in unit.runs if run not in self._reversing]
+        if not new:
+            return
+        self._moment(event(BACKWARD, unit.runs[0]))
+        for run in new:
+            self._begin(run, BACKWARD)
+            self._recorder.block_reversed(run, self._together[run])
+            self._reversing[run] = self._first[run]
 
     def gradient(self, parameter: int) -> None:
         run = self._runs[parameter]
