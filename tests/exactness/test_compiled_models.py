@@ -232,8 +232,10 @@ def of_a_rank(name: str, changes: dict[str, Any]) -> tuple[str, int]:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", KINDS)
 def test_two_ranks(name: str) -> None:
+    _, _, stats = trained(name, {})
     changes = {"experts": "gathered"}
     expected = group_of(2).run(of_a_rank, name, changes)
     assert expected[0] == expected[1]
-    tight = {"device": {"memory": "least"}}
+    half = stats["non_model_peak"] + sum(stats["tags"]["device"].values()) // 2
+    tight = {"device": {"memory": half}}
     assert group_of(2).run(of_a_rank, name, changes | tight) == expected

@@ -83,6 +83,31 @@ def compiled(
 
 
 @bench.command()
+def loss(
+    context: typer.Context,
+    tokens: Annotated[int, Option(help="That the loss is of.")] = 8192,
+    vocabulary: Annotated[int, Option(help="Words.")] = 131_072,
+    width: Annotated[int, Option(help="Of the hidden states.")] = 512,
+    repeats: Repeats = 3,
+    precision: Precision = AUTO,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Head and loss by blocks of tokens against all logits at once: time and memory."""
+    if quick:
+        tokens = _quickly(context, "tokens", 2048, tokens)
+        vocabulary = _quickly(context, "vocabulary", 50_000, vocabulary)
+        width = _quickly(context, "width", 128, width)
+        repeats = _quickly(context, "repeats", 2, repeats)
+    options = {"tokens": tokens, "vocabulary": vocabulary, "width": width, "repeats": repeats}
+    for name, value in options.items():
+        at_least(f"--{name}", value, 1)
+    from ebbtide.bench.loss_pieces import run
+
+    _print(run(**options, precision=_precision(precision), report=_say), json)
+
+
+@bench.command()
 def offload(
     context: typer.Context,
     model: Model = "gpt2-124m",
