@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 OLDEST := torch==2.11.0
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install demo test test-all test-oldest lint types contract docs hooks check wheel wheel-check gpu-check clean
+.PHONY: install demo test test-all test-oldest lint types contract docs hooks check wheel wheel-check gpu-check gpu-queue gpu-next clean
 
 install: $(VENV)/.installed
 
@@ -76,6 +76,14 @@ wheel-check: wheel
 # For a machine with a GPU: no installation, no network, the Python that is there.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) -m ebbtide.bench.gpu_check
+
+# What is to be measured on a card, in order, and when it was.
+gpu-queue: install
+	$(BIN)/python benchmarks/gpu/run_queue.py list
+
+# The next of it, on a machine with a card: no installation, no network, the Python that is there.
+gpu-next:
+	$(PYTHON) benchmarks/gpu/run_queue.py next
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -47,9 +47,14 @@ def drawn_quickly(spec: ModelSpec) -> nn.Module:
     """Weights for timing: a million random numbers, over and over. Drawing 7 billion takes longer than the steps."""
     with torch.device("meta"):
         module = spec.build(0)
-    if any(True for _ in module.buffers()):
-        return spec.build(0)  # what buffers hold is only known to their constructors
+    wanted = dict(module.named_buffers())
+    # What buffers hold is only known to their constructors: a model of one layer has those that are no layer's.
+    known = dict(spec.with_layers(1).build(0).named_buffers()) if wanted else {}
+    if any(name not in known or known[name].shape != buffer.shape for name, buffer in wanted.items()):
+        return spec.build(0)
     module.to_empty(device="cpu")
+    for name, buffer in module.named_buffers():
+        buffer.copy_(known[name])
     if hasattr(module, "tie_weights"):
         module.tie_weights()  # type: ignore[operator]
     noise = 0.02 * torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
