@@ -495,16 +495,34 @@ def test_blocks_under_torch_func_run_as_written() -> None:
     engine.close()
 
 
-def test_checkpoints_are_the_same_compiled_or_not(tmp_path: Path) -> None:
-    model, compiler = Model(), Compiler()
-    in_place(model, compiler)
-    engine = engine_of(model, 140_000)
-    engine.backward(engine(batches(1)[0]))
-    engine.step()
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_a_run_goes_on_with_blocks_compiled_or_not(compiled_first: bool, tmp_path: Path) -> None:
+    """From the same values; what was traced of passes made of other units is not used."""
+
+    def engine_with(blocks: bool) -> ebbtide.Engine:
+        torch._dynamo.reset()
+        model = Model()
+        if blocks:
+            in_place(model, Compiler())
+        return engine_of(model, LEAST)
+
+    engine = engine_with(compiled_first)
+    for batch in batches(3):
+        engine.backward(engine(batch))
+        engine.step()
     engine.save(tmp_path / "run")
     expected = engine.weights_sha256()
     engine.close()
-    other = engine_of(Model())
+    other = engine_with(not compiled_first)
     other.load(tmp_path / "run")
     assert other.weights_sha256() == expected
+    for batch in batches(3):
+        other.backward(other(batch))
+        other.step()
+        assert not other.stats()["diverged"]
     other.close()
+    again = engine_with(compiled_first)
+    again.load(tmp_path / "run")
+    again.backward(again(batches(1)[0]))
+    assert again.stats()["traces"] == 0  # it knows what it traced
+    again.close()

@@ -126,7 +126,7 @@ NEEDED = (
     "ranks",
     "tensors",
 )
-BESIDE = ("rank_counts",)
+BESIDE = ("rank_counts", "passes")
 """Was not there always."""
 
 
@@ -143,6 +143,8 @@ def look_at(
     managed = [one.text() for one in known["managed"].entries()]
     known["counts"].each(PlainData.number)
     _ranks(known.get("rank_counts"), known["ranks"].value, len(managed))
+    if "passes" in known:
+        known["passes"].text()
     for number, group in enumerate(known["groups"].entries()):
         _group(group, number)
     _scaler(known["scaler"])

@@ -93,7 +93,14 @@ def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps:
         "device": session.backend.kind,
         "managed": session.data.names,
         "traces": [record.plain() for record in session.traces.records()],
+        "passes": passes_of(session),
     }
+
+
+def passes_of(session: Session) -> str:
+    """What a pass is made of: a trace is of no use where that is another, as when blocks are compiled from now on."""
+    loss = "in pieces" if session.config.loss == "pieces" else "whole"
+    return f"{len(session.parts.units)} units, {len(session.data.runs)} runs, loss {loss}"
 
 
 def _group(session: Session, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +156,10 @@ def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: 
             group[key] = tuple(value) if isinstance(value, list) else value
     if scaler is not None and facts["scaler"] is not None:
         scaler.load_state_dict(facts["scaler"])
-    if facts["device"] == session.backend.kind and facts["managed"] == session.data.names:
+    alike = facts.get("passes", None if session.interceptor.compiles else passes_of(session)) == passes_of(
+        session
+    )
+    if alike and facts["device"] == session.backend.kind and facts["managed"] == session.data.names:
         for record in map(Record.from_plain, facts["traces"]):
             if all(access.run < len(session.data.runs) for access in record.accesses):
                 session.traces.recall(record)

@@ -37,7 +37,7 @@ LAUNCHED = (
     (
         "ACCELERATE_DYNAMO_BACKEND",
         "no",
-        "a compiled module hides its parts from the engine: leave --dynamo_backend out",
+        "a model that is compiled as a whole hides its parts from the engine: leave --dynamo_backend out",
     ),
 )
 """What `accelerate launch` says in the environment, what stands there where it is off, and what to do."""

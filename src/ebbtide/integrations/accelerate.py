@@ -35,13 +35,17 @@ from ebbtide.integrations._versions import require
 
 require("accelerate", private.OLDEST, private.NEWEST)
 
+WHOLE = (
+    "a model that is compiled as a whole hides its parts from the engine: leave it out, and compile blocks "
+    'with ebbtide={"compile": "blocks"}'
+)
 REFUSED = {
     "deepspeed_plugin": "ebbtide takes DeepSpeed's place: leave it out",
     "deepspeed_plugins": "ebbtide takes DeepSpeed's place: leave it out",
     "fsdp_plugin": "ebbtide shards the model itself: leave it out",
     "megatron_lm_plugin": "ebbtide shards the model itself: leave it out",
-    "dynamo_backend": "a compiled module hides its parts from the engine: leave it out",
-    "dynamo_plugin": "a compiled module hides its parts from the engine: leave it out",
+    "dynamo_backend": WHOLE,
+    "dynamo_plugin": WHOLE,
 }
 
 

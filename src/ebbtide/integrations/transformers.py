@@ -292,7 +292,8 @@ def _refuse_arguments(args: Any) -> None:
         "fsdp": (bool(args.fsdp), "ebbtide shards the model itself: leave fsdp out, and start with torchrun"),
         "torch_compile": (
             bool(args.torch_compile),
-            "a compiled module hides its parts from the engine: leave it out",
+            "a model that is compiled as a whole hides its parts from the engine: leave it out, and compile blocks with "
+            'ebbtide={"compile": "blocks"}',
         ),
         "bf16_full_eval": (
             bool(args.bf16_full_eval),
