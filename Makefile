@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 OLDEST := torch==2.11.0
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install demo test test-all test-oldest lint types contract docs hooks check wheel wheel-check gpu-check gpu-queue gpu-next clean
+.PHONY: install demo test test-all test-oldest lint types contract docs hooks check wheel wheel-check gpu-check gpu-queue gpu-next performance clean
 
 install: $(VENV)/.installed
 
@@ -76,6 +76,10 @@ wheel-check: wheel
 # For a machine with a GPU: no installation, no network, the Python that is there.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) -m ebbtide.bench.gpu_check
+
+# docs/performance.md, from benchmarks/results.
+performance: install
+	$(BIN)/python benchmarks/performance.py
 
 # What is to be measured on a card, in order, and when it was.
 gpu-queue: install

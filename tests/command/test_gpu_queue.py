@@ -1,4 +1,4 @@
-"""The queue of what is measured on a card: what comes next, and that a script runs without one, in small."""
+"""What is measured on a card comes next, runs in small without one, and is on the page of performance."""
 
 from __future__ import annotations
 
@@ -62,3 +62,12 @@ def test_a_script_runs_in_small(name: str, tmp_path: Path) -> None:
     code, said = queue("run", name, "--small", "--out", str(tmp_path))
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert code == 0 and found["whole"] and all(found[key] for key in ("machine", "versions", "source")), said
+
+
+def test_the_page_of_performance_is_what_the_results_give() -> None:
+    done = subprocess.run(
+        [sys.executable, str(QUEUE.parents[1] / "performance.py"), "--check"],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
