@@ -132,6 +132,46 @@ def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
     assert weight.grad is not None and torch.equal(weight.grad, first)
 
 
+def test_under_autocast_as_torch() -> None:
+    target = torch.arange(40) % VOCABULARY
+    one, other = operands(40), operands(40)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = whole(one[0], one[1], target, one[2])
+        found = linear_cross_entropy(other[0], other[1], target, other[2])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    expected.backward()
+    found.backward()
+    for a, b in zip(one, other, strict=True):
+        assert a.grad is not None and b.grad is not None and b.grad.dtype == torch.float32
+        torch.testing.assert_close(b.grad, a.grad, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_none_are_computed(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight = operands(40, bias=False)
+    target = torch.arange(40) % VOCABULARY
+    monkeypatch.setattr(blockwise_loss._Sums, "add", lambda *_: pytest.fail("a gradient that nobody wants"))
+    with mode():
+        found = linear_cross_entropy(rows, weight, target)
+    torch.testing.assert_close(found, whole(rows, weight, target).detach())
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    rows, weight = operands(40, bias=False)
+    loss = linear_cross_entropy(rows, weight, torch.arange(40) % VOCABULARY)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
+def test_a_factor_of_the_loss_is_not_rounded_to_the_weights_precision() -> None:
+    target = torch.arange(40) % VOCABULARY
+    one, other = operands(40, torch.bfloat16, bias=False), operands(40, torch.bfloat16, bias=False)
+    linear_cross_entropy(*one, target).backward()
+    (linear_cross_entropy(*other, target) / 300).backward()  # bf16 has no 1/300: it would be off by 0.1 %
+    assert one[1].grad is not None and other[1].grad is not None
+    assert other[1].grad.norm().float() * 300 / one[1].grad.norm().float() == pytest.approx(1, abs=3e-4)
+
+
 def test_never_all_logits_at_once() -> None:
     """The largest tensor that is made is a block's, or a gradient's."""
     largest = 0
@@ -215,8 +255,59 @@ def test_a_models_loss_and_gradients() -> None:
     torch.testing.assert_close(
         model(**batch, num_items_in_batch=items).loss, plain(**batch, num_items_in_batch=items).loss
     )
+    flat = functional.pad(batch["labels"], (0, 1), value=-100)[..., 1:].reshape(-1)
+    torch.testing.assert_close(
+        model(**batch, shift_labels=flat).loss, plain(**batch).loss, rtol=1e-6, atol=1e-6
+    )
+    given = (batch["input_ids"], None, None, None, None, batch["labels"])
+    assert isinstance(model(*given).logits, LogitsNotMade)
     pieces.remove()
     assert torch.equal(model(**batch).logits, plain(**batch).logits)
+
+
+def test_logits_that_were_not_made_say_so() -> None:
+    asked: list[Any] = [
+        lambda logits: logits[:, -1],
+        lambda logits: torch.argmax(logits, -1),
+        lambda logits: functional.cross_entropy(logits, torch.zeros(1)),
+        lambda logits: 2 * logits,
+        lambda logits: logits.shape,
+        len,
+    ]
+    for ask in asked:
+        with pytest.raises((TypeError, AttributeError), match='loss = "whole"'):
+            ask(LogitsNotMade())
+
+
+class WithPenalty(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Its forward reads logits besides."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.loss = out.loss + 0.1 * out.logits.logsumexp(-1).square().mean()
+        return out
+
+
+def test_a_forward_that_may_read_logits_is_left_alone() -> None:
+    config = transformers.LlamaConfig(**MODEL)
+    assert "may read logits" in obstacle(WithPenalty(config))
+    model = llama()
+    model.register_forward_hook(lambda module, args, out: None)
+    assert "forward hooks" in obstacle(model)
+
+
+def test_a_cast_between_head_and_loss_is_seen() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96, "state_size": 4}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    assert "something lies between" in obstacle(model)
+
+
+def test_what_changes_what_the_head_gave_is_named() -> None:
+    model = llama()
+    LossInPieces(model)
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 1.0)
+    with pytest.raises(ConfigError, match='use loss = "whole"'):
+        model(**next(batches()))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.errors import BudgetError
+from ebbtide.planner.record import BACKWARD
 from group import group_of
 from harness import config_of
 
@@ -333,6 +334,44 @@ def test_two_ranks() -> None:
     assert len(set(found)) == 1 and found[0][1] == 1
 
 
+def records(engine: ebbtide.Engine) -> list[Any]:
+    return [known.record for known in engine._session.traces._known.values()]
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+def test_a_blocks_gradients_are_in_its_moment(recompute: bool | None) -> None:
+    """A checkpoint around the block has it computed again after its backward has begun."""
+    model, compiler = Model(), Compiler()
+    model.recompute = recompute
+    in_place(model, compiler)
+    engine = engine_of(model, 140_000)
+    gradients = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
+    for batch in batches(2):
+        loss = engine(batch)
+        for record in records(engine):  # imagined, then as it was
+            before = {j: record.moments[j - 1].alive for j in range(1, len(record.moments))}
+            arrivals = {arrival.moment for arrival in record.arrivals}
+            together = [j for j in arrivals if record.moments[j].phase == BACKWARD]
+            assert len(together) == 6
+            assert all(record.moments[j].peak >= before[j] + gradients for j in together)
+        engine.backward(loss)
+        engine.step()
+    engine.close()
+
+
+def test_a_block_that_is_compiled_anew_stays_a_unit() -> None:
+    expected = None
+    for memory in PLACES:
+        model, first, second = Model(), Compiler(), Compiler()
+        in_place(model, first)
+        engine = engine_of(model, memory)
+        in_place(model, second)
+        found = trained(engine)
+        assert (first.graphs, second.graphs) == (0, 1) and found == (expected or found)
+        expected = found
+        torch._dynamo.reset()
+
+
 # -- which blocks --------------------------------------------------------------------------------------------
 
 
@@ -390,6 +429,19 @@ def test_a_module_that_is_elsewhere_too_is_no_block(memory: int | None) -> None:
     ):
         found = trained(engine_of(model, memory))
     assert found == expected and compiler.graphs == 0
+
+
+@pytest.mark.parametrize("form", ["in place", "wrapped"])
+def test_a_mode_with_cuda_graphs_runs_as_written(form: str) -> None:
+    expected = trained(engine_of(Model()))
+    model = Model()
+    if form == "in place":
+        model.blocks[1].compile(mode="reduce-overhead")
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], mode="max-autotune")  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match=r"'blocks\.1' is compiled to CUDA graphs"):
+        found = trained(engine_of(model, 160_000))
+    assert found == expected or form == "wrapped"  # which changes the names that the hash goes by
 
 
 def test_a_module_on_the_host_is_in_no_block() -> None:

@@ -23,7 +23,7 @@ from ebbtide.forecasting.simulation.verdict import Lift, lifts, more_memory, sen
 from ebbtide.layout import expert_sets
 from ebbtide.models import ModelSpec, find_model
 from ebbtide.models.recompute import checkpoint_activations as checkpoint
-from ebbtide.nn.head_loss import LossInPieces, best_loss
+from ebbtide.nn.head_loss import LossInPieces, best_loss, obstacle
 from ebbtide.planner.activation_trips import ALL, CHECKPOINTS, OFF
 from ebbtide.planner.record import Record
 from ebbtide.strict import Auto
@@ -235,7 +235,9 @@ class Forecaster:
         module = share.on_meta()
         if work.checkpoint_activations:
             checkpoint(module, spec.name)
-        if best_loss(self.config.loss, module) == "pieces":  # as `ebbtide train` does
+        if best_loss(self.config.loss, module) == "pieces" and not obstacle(
+            module
+        ):  # as `ebbtide train` does
             LossInPieces(module)
         dtype = DTYPES[self.config.precision]
         return trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target, saved)

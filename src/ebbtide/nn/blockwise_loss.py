@@ -10,7 +10,7 @@ blocks are fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -19,6 +19,14 @@ BLOCK = 1 << 26
 """Logits of a block: 512 tokens of a vocabulary of 128K."""
 LEAST = 128
 """Tokens of a block; fewer would not fill a product."""
+
+
+class Settings(NamedTuple):
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    gradients: bool
+    """Whether anybody can go back."""
 
 
 def linear_cross_entropy(
@@ -38,12 +46,24 @@ def linear_cross_entropy(
     """
     _check(input, weight, target, reduction)
     rows, classes = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    return _Blockwise.apply(rows, weight, bias, classes, (ignore_index, reduction, label_smoothing))
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    settings = Settings(ignore_index, reduction, label_smoothing, torch.is_grad_enabled())
+    with torch.autocast(kind, enabled=False):
+        return _Blockwise.apply(rows, weight, bias, classes, settings)
 
 
 def block_of(tokens: int, vocabulary: int) -> int:
     """Tokens of a block."""
     return min(max(1, tokens), max(LEAST, BLOCK // max(1, vocabulary) // LEAST * LEAST))
+
+
+def saves_memory(tokens: int, vocabulary: int, width: int) -> bool:
+    """Whether blocks need less than all logits. These take about 14 bytes for a token and a word, with their gradient;
+    the sum of the weight's gradient takes 6 for a feature and a word."""
+    return tokens > max(block_of(tokens, vocabulary), width // 2)
 
 
 def _check(input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, reduction: str) -> None:
@@ -61,10 +81,6 @@ def _check(input: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, redu
         )
 
 
-Settings = tuple[int, str, float]
-"""(ignore_index, reduction, label_smoothing)."""
-
-
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,7 +91,7 @@ class _Blockwise(torch.autograd.Function):
         target: torch.Tensor,
         settings: Settings,
     ) -> torch.Tensor:
-        wanted = ctx.needs_input_grad[:3]
+        wanted = ctx.needs_input_grad[:3] if settings.gradients else (False,) * 3
         ctx.settings, ctx.later = settings, weight.dtype == torch.float16
         now = any(wanted) and not ctx.later
         loss, *gradients = _computed(
@@ -83,23 +99,36 @@ class _Blockwise(torch.autograd.Function):
         )
         if now:
             ctx.save_for_backward(*gradients)
-        else:
+        elif any(wanted):
             ctx.save_for_backward(rows, weight, bias, target)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (scale,) = gradients
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy: its gradient cannot be differentiated again (create_graph=True); use "
+                "torch.nn.functional.cross_entropy of all logits for that"
+            )
         if ctx.later:
             rows, weight, bias, target = ctx.saved_tensors
             wanted = ctx.needs_input_grad[:3]
-            _, *found = _computed(rows, weight, bias, target, ctx.settings, wanted, scale)
+            with torch.autocast(rows.device.type, enabled=False):
+                _, *found = _computed(rows, weight, bias, target, ctx.settings, wanted, scale)
             return (*found, None, None)
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            found = [None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors]
-        else:
-            found = [None if one is None else one.mul_(scale.to(one.dtype)) for one in ctx.saved_tensors]
-        return (*found, None, None)
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        return (*(_scaled(one, scale, kept) for one in ctx.saved_tensors), None, None)
+
+
+def _scaled(one: torch.Tensor | None, scale: torch.Tensor, kept: bool) -> torch.Tensor | None:
+    """In fp32, some rows at a time: rounded to bf16, the scale would be another. `kept`: it is wanted again."""
+    if one is None:
+        return None
+    found = torch.empty_like(one) if kept else one
+    for source, target in zip(one.split(4096), found.split(4096), strict=True):
+        target.copy_(source.float() * scale)
+    return found
 
 
 def _computed(
@@ -112,21 +141,21 @@ def _computed(
     scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The loss, and the gradients that are wanted of rows, weight and bias, `scale` times."""
-    ignore, reduction, smoothing = settings
-    count = (target != ignore).sum() if reduction == "mean" else None
+    count = (target != settings.ignore_index).sum() if settings.reduction == "mean" else None
     sums = _Sums(rows, weight, bias, wanted)
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
     for begin, end in _blocks(rows.shape[0], weight.shape[0]):
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             block = rows[begin:end].detach()
             logits = functional.linear(block, weight.detach(), None if bias is None else bias.detach())
-            logits.requires_grad_(any(wanted))
+            if any(wanted):
+                logits.requires_grad_()
             loss = functional.cross_entropy(
                 logits.float(),
                 target[begin:end],
-                ignore_index=ignore,
+                ignore_index=settings.ignore_index,
                 reduction="sum",
-                label_smoothing=smoothing,
+                label_smoothing=settings.label_smoothing,
             )
             loss = loss if count is None else loss / count
         total += loss.detach()

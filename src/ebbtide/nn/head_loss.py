@@ -2,38 +2,55 @@
 hidden states to the head, and what the head gives to `model.loss_function`.
 
 The head hands its input on, and the loss function computes both. That is right where nothing lies between them (a soft
-cap, a factor): a call of the model's last lines, with nothing before them, tells. Logits are not made then, and what
-asks the output for them is told so. Passes without gradients make them as ever.
+cap, a factor): a call of the model's last lines, with nothing before them, tells. It is right only in a forward of
+transformers' own, without hooks: another one may read logits, too. Logits are not made then, and what asks the output
+for them is told so. Passes without gradients make them as ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ebbtide.nn.blockwise_loss import block_of, linear_cross_entropy
+from ebbtide.errors import ConfigError
+from ebbtide.nn.blockwise_loss import linear_cross_entropy, saves_memory
 
 LOSS = "ForCausalLMLoss"
 """The loss that is known: the mean, or the sum over `num_items_in_batch`, of shifted labels' cross entropy."""
+
+
+WHY = (
+    'a training pass with loss = "pieces" makes no logits. Set loss = "whole" in the config, or compute them without '
+    "gradients (torch.no_grad())"
+)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(f"this output has no logits: {WHY}")
 
 
 class LogitsNotMade:
     """In an output's place for logits."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"{name}: this output has no logits, for head and loss were computed in pieces. Set loss = "
-            '"whole" in the config, or compute without gradients (torch.no_grad())'
-        )
+        raise AttributeError(f"{name}: this output has no logits: {WHY}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LogitsNotMade, ()
+
+    __getitem__ = __len__ = __iter__ = __float__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = (
+        _refuse
+    )
+    __neg__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
+    __torch_function__ = classmethod(_refuse)
 
 
 @dataclass(frozen=True)
@@ -82,12 +99,15 @@ class LossInPieces:
     # -- in a pass ------------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._labels = kwargs.get("labels") is not None and torch.is_grad_enabled()
+        labels = kwargs.get("labels")
+        if args and labels is None:
+            labels = signature(module.forward).bind_partial(*args, **kwargs).arguments.get("labels")
+        self._labels = labels is not None and torch.is_grad_enabled()
         self._handed, self._made = None, True
 
     def _hand_on(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens, vocabulary = hidden.numel() // max(1, hidden.shape[-1]), self._head.weight.shape[0]
-        if not self._labels or block_of(tokens, vocabulary) >= tokens:
+        vocabulary, width = self._head.weight.shape
+        if not self._labels or not saves_memory(hidden.numel() // max(1, width), vocabulary, width):
             return functional.linear(hidden, self._head.weight, self._head.bias)
         self._handed = hidden.view_as(hidden)
         return self._handed
@@ -103,7 +123,12 @@ class LossInPieces:
         **others: Any,
     ) -> torch.Tensor:
         """As transformers' own, of what the head was given."""
-        if logits is not self._handed:
+        if self._handed is not None and logits is not self._handed:
+            raise ConfigError(
+                'loss = "pieces": something between the head and the loss of this model made another tensor of what the '
+                'head gave (a hook, a module on the host); use loss = "whole"'
+            )
+        if self._handed is None:
             return self._whole(
                 logits,
                 labels,
@@ -120,7 +145,7 @@ class LossInPieces:
         loss = linear_cross_entropy(
             logits,
             self._head.weight,
-            shift_labels.to(logits.device),
+            shift_labels.to(logits.device).reshape(logits.shape[:-1]),
             self._head.bias,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -159,6 +184,11 @@ def head_of(model: Any) -> Any:
 
 def obstacle(model: nn.Module) -> str:
     """Why the model's head and loss cannot be computed in pieces; empty where they can."""
+    written = getattr(type(model).forward, "__module__", "")
+    if not written.startswith("transformers.models."):
+        return f"its forward is written in {written}, and may read logits besides"
+    if model._forward_hooks:
+        return "it has forward hooks, which may read logits"
     function = getattr(model, "loss_function", None)
     if getattr(function, "__name__", "") != LOSS:
         return f"its loss is not the cross entropy that Hugging Face's causal models have ({LOSS})"
@@ -172,7 +202,7 @@ def obstacle(model: nn.Module) -> str:
 
 
 class _Outputs:
-    """Of a base model, nothing but hidden states."""
+    """A base model's outputs that have hidden states and nothing else."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -184,13 +214,28 @@ class _Outputs:
         return self.last_hidden_state if place == 0 else ()
 
 
+class _Handed(torch.Tensor):
+    """What the head gives in a trial; it notes whatever is done with it, beside questions for its shape and the like."""
+
+    used: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ != "__get__":
+            cls.used.append(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 def _head_to_loss(model: Any, head: nn.Linear, base: nn.Module) -> bool:
     """Whether what the head gives is what the loss is given, by a call of the model's last lines."""
     handed: list[torch.Tensor] = []
     found: list[bool] = []
 
     def hand_on(hidden: torch.Tensor) -> torch.Tensor:
-        handed.append(hidden.view_as(hidden))
+        handed.append(hidden.detach().as_subclass(_Handed))
         return handed[-1]
 
     def loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -198,8 +243,9 @@ def _head_to_loss(model: Any, head: nn.Linear, base: nn.Module) -> bool:
         return torch.zeros(())
 
     hidden = torch.zeros(1, 2, head.in_features)
+    _Handed.used.clear()
     ids = torch.zeros(1, 2, dtype=torch.long)
-    before = vars(model).get("_loss_function")
+    before = dict(vars(model))
     kept = vars(base).get("forward")
     try:
         head.forward = hand_on  # type: ignore[method-assign, assignment]
@@ -214,7 +260,8 @@ def _head_to_loss(model: Any, head: nn.Linear, base: nn.Module) -> bool:
         vars(base).pop("forward", None)
         if kept is not None:
             base.forward = kept
-        vars(model).pop("_loss_function", None)
-        if before is not None:
-            model._loss_function = before
-    return found == [True]
+        for name in ("_loss_function", "loss_function"):
+            vars(model).pop(name, None)
+            if name in before:
+                vars(model)[name] = before[name]
+    return found == [True] and not _Handed.used

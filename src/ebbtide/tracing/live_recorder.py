@@ -86,7 +86,7 @@ class Recorder:
         self._away += count
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Compiled code has saved it, or somebody whose tensors are seen."""
+        """Autograd has saved it; compiled code may have made it."""
         self._meter.note(tensor)
 
     def block(self, run: int) -> None:
@@ -94,7 +94,7 @@ class Recorder:
         self._block[run] = self._meter.alive()
 
     def block_over(self, run: int) -> None:
-        """Its forward is."""
+        """The block's forward is over."""
         self._block[run] = max(0, self._meter.alive() - self._block[run])
         self._add(self._block[run])
 

@@ -6,7 +6,6 @@ the allocator keeps the peak, and the meter is told when chunks come and go so t
 Note [by node]: in a backward that the user's code started, autograd runs every node under the thread-local state of its
 caller, and a dispatch mode that is pushed while one node runs is gone with it. So the mode is pushed before each node
 and popped after it. Nodes of compiled code run without it (`tracing.hooks.block_calls`), in every backward.
-
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ class ByNode:
             for node in following:
                 if node.name() not in (LEAF, COMPILED):
                     self._handles += [node.register_prehook(self._before), node.register_hook(self._after)]
-        torch._C._push_on_torch_dispatch_stack(self._mode)  # it ends with the node
+        if running.name() != COMPILED:
+            torch._C._push_on_torch_dispatch_stack(self._mode)  # it ends with the node
 
     def _before(self, gradients: Any) -> None:
         assert self._mode is not None

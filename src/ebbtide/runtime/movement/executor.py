@@ -148,6 +148,9 @@ class Executor:
             if new:
                 self._acquire(handle.run, BACKWARD)
                 self._reversing.append(handle.run)
+                if self.recorder is not None and handle.run in self._together:
+                    # A checkpoint around the block has computed it again since its backward began.
+                    self.recorder.block_reversed(handle.run, self._together[handle.run])
             return self.data.rebuild(handle)
 
     @told

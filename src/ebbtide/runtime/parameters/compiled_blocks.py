@@ -78,6 +78,15 @@ def repeated_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}.{key}".lstrip("."), child
 
 
+def _records_graphs(block: nn.Module) -> bool:
+    """As the modes "reduce-overhead" and "max-autotune" do."""
+    for compiled in (block._compiled_call_impl, block.forward):
+        known = getattr(compiled, "get_compiler_config", None)
+        if known is not None and (known() or {}).get("triton.cudagraphs"):
+            return True
+    return False
+
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -102,6 +111,8 @@ def _obstacle(module: nn.Module, blocks: dict[str, nn.Module], apart: Collection
         inside = {id(child) for child in block.modules()}
         if block is module:
             return "of a whole model, weights come and go while it runs, which compiled code does not show"
+        if _records_graphs(block):
+            return f"{name!r} is compiled to CUDA graphs, which want weights at one place: leave its mode out"
         if not special.isdisjoint(inside):
             return f"a module in {name!r} computes on the host, or has its experts spread over ranks"
         if any(is_split(parameter) for parameter in block.parameters()):

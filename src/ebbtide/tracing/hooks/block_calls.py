@@ -5,7 +5,7 @@ the compiled code does and ends after it, in what torch asks a module for before
 (`_compiled_call_impl`). In an imagined pass, and under transforms of torch.func, the block runs as it is written.
 
 torch.compile gives up where a dispatch mode is on, for good. So modes are off while compiled code runs, and those that
-want to know are told what it took and gave.
+count tensors are told what it gave.
 """
 
 from __future__ import annotations
@@ -94,8 +94,17 @@ class BlockCall:
     def __init__(self, block: CompiledBlock, blocks: CompiledBlocks, around: Callable[..., Any]) -> None:
         """`around` runs a function with the block's chunks there."""
         self._block, self._blocks, self._around = block, blocks, around
-        self.was: Any = vars(block.module).get("_compiled_call_impl")
-        vars(block.module)["_compiled_call_impl"] = self
+        self._call = block.compiled
+        self._names = vars(block.module)
+        self.was: Any = self._names.get("_compiled_call_impl")
+        self._names["_compiled_call_impl"] = self
+
+    def stay(self) -> None:
+        """A pass begins: a block that the user has compiled anew since the last one stays a unit."""
+        found = self._names.get("_compiled_call_impl")
+        if found is not self:
+            self._call = self.was = found
+            self._names["_compiled_call_impl"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._run, *args, **kwargs)
@@ -120,7 +129,7 @@ class BlockCall:
         if self._blocks.failed:
             return self._as_written(args, kwargs)
         try:
-            return (block.compiled or block.module._call_impl)(*args, **kwargs)
+            return (self._call or block.module._call_impl)(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             failed = error
         found = self._as_written(args, kwargs)  # where the model itself is wrong, it says so
@@ -132,7 +141,6 @@ class BlockCall:
             return self._block.module._call_impl(*args, **kwargs)
 
     def remove(self) -> None:
-        names = vars(self._block.module)
-        names.pop("_compiled_call_impl", None)
+        self._names.pop("_compiled_call_impl", None)
         if self.was is not None:
-            names["_compiled_call_impl"] = self.was
+            self._names["_compiled_call_impl"] = self.was

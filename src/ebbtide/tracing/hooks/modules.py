@@ -28,6 +28,12 @@ def _arrived(interceptor: weakref.ref[Interceptor], index: int, parameter: nn.Pa
         found.observer.gradient(index)
 
 
+def _nodes(values: Any) -> set[Any]:
+    """The graph's nodes that gave these tensors."""
+    tensors = (value for value in tree_iter(values) if isinstance(value, torch.Tensor))
+    return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+
+
 def _reversed(interceptor: weakref.ref[Interceptor], unit: Unit, _: Any) -> None:
     found = interceptor()
     if found is not None:
@@ -227,20 +233,19 @@ class Interceptor:
         self._enter(unit, module, args)
         found = None
         try:
+            watches = unit is not None and not self.resting and torch.is_grad_enabled()
+            given = _nodes((args, kwargs)) if watches else set()
             found = function(*args, **kwargs)
-            if unit is not None and not self.resting and torch.is_grad_enabled():
-                self._await_backward(unit, (args, kwargs), found)
+            if unit is not None and watches:
+                self._await_backward(unit, _nodes(found) - given)
         finally:
             self._leave(unit, module, args, found)
         return found
 
-    def _await_backward(self, unit: Unit, given: Any, found: Any) -> None:
+    def _await_backward(self, unit: Unit, nodes: set[Any]) -> None:
         """Backward comes to a block through what it gave; what it was given and hands on is not its own."""
-        handed_on = {value.grad_fn for value in tree_iter(given) if isinstance(value, torch.Tensor)}
-        nodes = {value.grad_fn for value in tree_iter(found) if isinstance(value, torch.Tensor)}
-        for node in nodes - handed_on:
-            if node is not None:
-                node.register_prehook(partial(_reversed, weakref.ref(self), unit))
+        for node in nodes:
+            node.register_prehook(partial(_reversed, weakref.ref(self), unit))
 
     def around(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function as if it were a module's forward: parameters that it reads stay there until its end."""
@@ -311,6 +316,8 @@ class Interceptor:
         try:
             if not self.resting:
                 self._saved.push()
+            for call in self._calls:
+                call.stay()
             with self._uncompiled.scope(look=not self.resting):
                 yield
         except BaseException as error:

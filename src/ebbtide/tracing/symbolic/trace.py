@@ -165,6 +165,8 @@ class SymbolicObserver:
         if weight.run not in self._reversing:
             self._moment(event(BACKWARD, weight.run))
             self._begin(weight.run, BACKWARD)
+            if weight.run in self._together:
+                self._recorder.block_reversed(weight.run, self._together[weight.run])
             self._reversing[weight.run] = weight
         return weight.flat.as_strided(handle.shape, handle.stride, handle.offset)
 
