@@ -71,10 +71,11 @@ class OwnBackward:
 
     def reached(self, passes: GoesBack) -> None:
         """Backward comes to an output."""
-        if self.live or is_led():
+        led = is_led()
+        if self.live or (led and self._session.interceptor.compiles):
             self._session.recording.reach()
             return
-        if not passes.accumulating():
+        if led or not passes.accumulating():
             return
         if torch.is_grad_enabled():
             raise UnsupportedError(

@@ -146,12 +146,13 @@ class Interceptor:
     @property
     def changed(self) -> bool:
         """Whether some module has had a parameter or a child put in or taken out since that was looked at."""
-        return self._changed or self._blocks.changed
+        return self._changed or (bool(self._calls) and self._blocks.changed)
 
     def looked_at(self) -> None:
         """Modules are known as they are now."""
         self._changed = False
-        self._blocks.looked_at()
+        if self._calls:
+            self._blocks.looked_at()
 
     def watch_gradients(self) -> None:
         """Gradient hooks for parameters that require gradients; called each iteration, for `requires_grad`
@@ -187,7 +188,7 @@ class Interceptor:
     @property
     def compiles(self) -> bool:
         """Whether some block runs compiled."""
-        return bool(self._blocks)
+        return bool(self._calls)
 
     @property
     def others_listen(self) -> bool:
