@@ -21,7 +21,7 @@ LEAST = 128
 """Tokens of a block; fewer would not fill a product."""
 
 
-class Settings(NamedTuple):
+class LossSettings(NamedTuple):
     ignore_index: int
     reduction: str
     label_smoothing: float
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    settings = Settings(ignore_index, reduction, label_smoothing, torch.is_grad_enabled())
+    settings = LossSettings(ignore_index, reduction, label_smoothing, torch.is_grad_enabled())
     with torch.autocast(kind, enabled=False):
         return _Blockwise.apply(rows, weight, bias, classes, settings)
 
@@ -89,7 +89,7 @@ class _Blockwise(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         target: torch.Tensor,
-        settings: Settings,
+        settings: LossSettings,
     ) -> torch.Tensor:
         wanted = ctx.needs_input_grad[:3] if settings.gradients else (False,) * 3
         ctx.settings, ctx.later = settings, weight.dtype == torch.float16
@@ -136,7 +136,7 @@ def _computed(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     target: torch.Tensor,
-    settings: Settings,
+    settings: LossSettings,
     wanted: tuple[bool, ...],
     scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
