@@ -4,10 +4,8 @@ as in plain PyTorch, and no more memory than was planned.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ import torch
 import transformers
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.autograd.profiler import profile
 
 import ebbtide
+from ebbtide.bench.steps import most_allocated
 from ebbtide.errors import BudgetError
 from ebbtide.runtime.parameters.compiled_blocks import repeated_blocks
 from group import group_of
@@ -184,16 +182,6 @@ def test_with_checkpoints(name: str) -> None:
     assert (there, found) == (sha, graphs) and not stats["diverged"]
 
 
-def allocated(run: Callable[[], None]) -> int:
-    """The most bytes that the allocator has given out since the beginning, as its own events say."""
-    gc.collect()
-    with profile(profile_memory=True, use_kineto=True) as watched:
-        run()
-    found = watched.kineto_results.events()
-    events = sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]")
-    return max(accumulate(count for _, count in events))
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -217,7 +205,7 @@ def test_no_more_memory_than_planned(name: str, checkpoint: bool) -> None:
             def passes(batch: dict[str, torch.Tensor] = batch) -> None:
                 engine.backward(engine(**batch).loss)
 
-            taken, plan = allocated(passes), engine._session.cursor.plan
+            taken, plan = most_allocated(passes, engine.device), engine._session.cursor.plan
             assert plan is not None and taken <= plan.record.peak - plan.record.fixed
             engine.step()
     finally:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile
 from torch.nn import functional
 
 from ebbtide.bench.progress import Report, silent
-from ebbtide.bench.steps import median_ratio, race, suited
+from ebbtide.bench.steps import median_ratio, most_allocated, race, suited
 from ebbtide.nn import linear_cross_entropy
 from ebbtide.runtime.parameters.selection import PRECISIONS
 
@@ -49,7 +46,7 @@ def run(
         "pieces": lambda: step(lambda: linear_cross_entropy(rows, weight, target)),
     }
     losses = {name: job() for name, job in jobs.items()}
-    peaks = {name: _peak(job, device) for name, job in jobs.items()}
+    peaks = {name: most_allocated(job, device) for name, job in jobs.items()}
     seconds = race(jobs, repeats, warm_up=1, report=report)
     logits = tokens * vocabulary * rows.element_size()
     return {
@@ -65,18 +62,3 @@ def run(
         "fallen": (peaks["whole"] - peaks["pieces"]) / logits,
         "losses": losses,
     }
-
-
-def _peak(job: Callable[[], object], device: torch.device) -> int:
-    """Bytes that the allocator gives out, at the most, beyond what is there."""
-    gc.collect()
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        job()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(profile_memory=True, use_kineto=True) as watched:
-        job()
-    found = watched.kineto_results.events()
-    events = sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]")
-    return max(accumulate(count for _, count in events))

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 
 from ebbtide.bench.progress import BenchProgress, Report, silent
 from ebbtide.config import Config
@@ -219,3 +221,18 @@ def _end_kernels() -> None:
 def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
     """The median of the ratios taken round by round."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def most_allocated(job: Callable[[], object], device: torch.device) -> int:
+    """Bytes that the allocator gives out, at the most, beyond what is there."""
+    gc.collect()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        job()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(profile_memory=True, use_kineto=True) as watched:
+        job()
+    found = watched.kineto_results.events()
+    events = sorted((one.start_ns(), one.nbytes()) for one in found if one.name() == "[memory]")
+    return max(accumulate(count for _, count in events))

@@ -26,7 +26,7 @@ class LossSettings(NamedTuple):
     reduction: str
     label_smoothing: float
     gradients: bool
-    """Whether anybody can go back."""
+    """Whether autograd records the call."""
 
 
 def linear_cross_entropy(

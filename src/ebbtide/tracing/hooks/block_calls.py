@@ -57,9 +57,6 @@ class CompiledBlocks:
         self._modules = [child for block in self.all for child in block.module.modules()]
         self._kept = self._found()
 
-    def __bool__(self) -> bool:
-        return bool(self.all)
-
     @property
     def changed(self) -> bool:
         """Whether some module inside has had a parameter or a child put in or taken out."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,18 +66,10 @@ class FakeParameters:
     dtypes: tuple[torch.dtype, ...]
     trained: tuple[bool, ...]
     device: torch.device
-    together: frozenset[int] = frozenset()
-    """Runs of compiled blocks."""
+    together: Mapping[int, int] = field(default_factory=dict)
+    """By run of a compiled block: bytes of the gradients that its backward gives at once."""
     buffers: torch.dtype | None = None
     """What floating buffers become; None: they are as they will be."""
-
-    def gradients_together(self) -> dict[int, int]:
-        """By run of a compiled block: bytes of the gradients that its backward gives at once."""
-        found = dict.fromkeys(self.together, 0)
-        for run, shape, dtype, trained in zip(self.runs, self.shapes, self.dtypes, self.trained, strict=True):
-            if run in found and trained:
-                found[run] += math.prod(shape) * dtype.itemsize
-        return found
 
 
 class SymbolicObserver:
@@ -96,7 +88,7 @@ class SymbolicObserver:
         self._runs = parameters.runs
         self._first = {weight.run: weight for weight in reversed(list(weights.values()))}
         """By run."""
-        self._together = parameters.gradients_together()
+        self._together = parameters.together
         self._saved = saved
         self._forward = True
         self._count: dict[int, int] = {}
