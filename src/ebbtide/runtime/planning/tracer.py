@@ -158,7 +158,7 @@ def imagine(
         tuple(data.store.chunks["param", p.chunk].dtype for p in data.places),
         tuple(p.requires_grad for p in data.parameters),
         data.store.backend.device,
-        data.gradients_together(),
+        tuple(data.gradients_together().items()),
     )
     return trace_symbolically(
         module,

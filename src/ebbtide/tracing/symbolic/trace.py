@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,8 +66,8 @@ class FakeParameters:
     dtypes: tuple[torch.dtype, ...]
     trained: tuple[bool, ...]
     device: torch.device
-    together: Mapping[int, int] = field(default_factory=dict)
-    """By run of a compiled block: bytes of the gradients that its backward gives at once."""
+    together: tuple[tuple[int, int], ...] = ()
+    """Each run of a compiled block, with the bytes of the gradients that its backward gives at once."""
     buffers: torch.dtype | None = None
     """What floating buffers become; None: they are as they will be."""
 
@@ -88,7 +88,7 @@ class SymbolicObserver:
         self._runs = parameters.runs
         self._first = {weight.run: weight for weight in reversed(list(weights.values()))}
         """By run."""
-        self._together = parameters.together
+        self._together = dict(parameters.together)
         self._saved = saved
         self._forward = True
         self._count: dict[int, int] = {}
