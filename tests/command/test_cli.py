@@ -417,6 +417,11 @@ def test_what_each_chunk_moved_is_logged_by_step(train: Command, small: str, tmp
     moved = json.loads(out.splitlines()[-1])["moved_bytes"]
     assert sums["host_to_device"] > 0
     assert sums == {link: count for link, count in moved.items() if count}
+    before = (tmp_path / "moves.jsonl").read_text()
+    assert train("--model", small, *flags, "--device-memory", "10KB")[0] == 2  # refused before its first step
+    assert (tmp_path / "moves.jsonl").read_text() == before
+    assert train("--model", small, *flags, "--steps", "1")[0] == 0
+    assert (tmp_path / "moves.jsonl").read_text() == before.splitlines(keepends=True)[0]
     status, _, err = train(
         "--model", small, "--log-moves", str(tmp_path / "none" / "moves.jsonl"), "--steps", "1"
     )

@@ -172,6 +172,21 @@ def test_a_run_that_goes_on_has_its_lines_before(tmp_path: Path) -> None:
     assert all(int(path.name[:6]) <= 4 for path in (tmp_path / "steps").iterdir())
 
 
+def test_a_run_without_a_step_leaves_the_one_before_as_it_was(tmp_path: Path) -> None:
+    """Its settings may have been refused, or it was killed while it was planned."""
+    train(tmp_path, **SMALL)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    recording = engine.record(tmp_path)
+    recording.add_earlier([])
+    recording.describe(task="another")
+    engine.close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    train(tmp_path, steps=2, **SMALL)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert json.loads((tmp_path / "run.json").read_text()) != json.loads(before[tmp_path / "run.json"])
+
+
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
     engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))

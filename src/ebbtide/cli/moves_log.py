@@ -14,8 +14,9 @@ class MovesLog:
 
     def __init__(self, path: Path | None) -> None:
         self._before: dict[int, dict[str, int]] = {}
+        self._begun = False
         try:
-            self._file: IO[str] | None = None if path is None else path.open("w")
+            self._file: IO[str] | None = None if path is None else path.open("a")
         except OSError as error:
             raise ConfigError(
                 f"--log-moves: {path} cannot be written ({error.strerror}); name a file in a folder that can"
@@ -32,6 +33,9 @@ class MovesLog:
         """`moved`: bytes by chunk and link since the beginning."""
         if self._file is None:
             return
+        if not self._begun and self._file.seekable():
+            self._file.truncate(0)  # only now: a run that is refused leaves another's lines as they were
+        self._begun = True
         before, self._before = self._before, moved
         new = {
             chunk: {

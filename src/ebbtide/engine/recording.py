@@ -133,8 +133,9 @@ class Recording:
 
     def add_earlier(self, steps: Iterable[Mapping[str, Any]]) -> None:
         """Steps that the run took in another folder, before this one was its."""
-        there = self._begin()
-        for step in steps:
+        earlier = list(steps)
+        there = self._begin() if earlier else set()
+        for step in earlier:
             if step["step"] not in there:
                 self._guarded(partial(RunWriter.line, facts=step))
 

@@ -32,7 +32,8 @@ from ebbtide.report.plain_files import (
 
 
 class RunWriter:
-    """What is written first decides what stays of an earlier run: `begin` comes before the first line."""
+    """`begin` comes before the first line, and decides what stays of an earlier run. Until then that run is there as it
+    was: another one that is refused before its first step leaves it alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,6 +41,8 @@ class RunWriter:
         self._release = when_gone(self, partial(_unlock, self._lock))
         self._metrics = -1
         self._begun = False
+        self._facts: Mapping[str, Any] | None = None
+        """What the run is, while an earlier one's steps are still here."""
 
     def begin(self, after: int) -> set[int]:
         """The run goes on after so many steps: what is here of later ones goes. Gives the steps that have a line."""
@@ -55,10 +58,15 @@ class RunWriter:
             if number_of(file) > after:
                 file.unlink()
         self._metrics = os.open(path, os.O_WRONLY | os.O_APPEND)
+        if self._facts is not None:
+            self.describe(self._facts)
         return {line["step"] for text in kept if "event" not in (line := json.loads(text))}
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """What the run is, and what it came to."""
+        if not self._begun and _has_content(self.folder / METRICS):
+            self._facts = facts
+            return
         replace(self.folder / RUN, json.dumps({"format": FORMAT, **finite(facts)}, indent=1).encode())
 
     def line(self, facts: Mapping[str, Any]) -> None:
@@ -82,6 +90,13 @@ class RunWriter:
                 os.close(number)
         finally:
             self._release()
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def _kept_lines(path: Path, after: int) -> tuple[list[str], int]:
