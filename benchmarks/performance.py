@@ -116,14 +116,17 @@ def queued(result: Result) -> Iterator[Row]:
             }
 
 
-def peers_on_disk(result: Result) -> Iterator[Row]:
+def peers(result: Result) -> Iterator[Row]:
     data = result.data
     for row in data["rows"]:
+        known = "error" not in row
         yield {
             "model": f"{data['model']}, {data['batch']} x {data['sequence']}, {data['precision']}",
             "system": row["peer"],
-            "step": f"{row['seconds']:.2f} s",
-            "peak RSS": size(row["peak_rss"]),
+            "step": f"{row['seconds']:.2f} s" if known else row["error"],
+            "peak RSS": size(row["peak_rss"]) if known else DASH,
+            "its time over ours": f"{row['time_over_ours']:.2f}" if "time_over_ours" in row else DASH,
+            "its RSS over ours": f"{row['rss_over_ours']:.2f}" if "rss_over_ours" in row else DASH,
         }
 
 
@@ -210,10 +213,18 @@ QUESTIONS = (
         queued,
     ),
     Question(
+        "How does it compare with others where everything is in RAM?",
+        "A process each, in turn. A row is held against ours of the same kind: compiled, or as written. What a system "
+        "cannot run is its own error.",
+        "peers-ram-*.json",
+        peers,
+    ),
+    Question(
         "How does it compare with DeepSpeed's NVMe offload?",
-        "GPT-2 with optimizer state on SSD, side by side; plain PyTorch has everything in RAM.",
-        "deepspeed-nvme-*.json",
-        peers_on_disk,
+        "GPT-2 with optimizer state on SSD, side by side; plain PyTorch has everything in RAM. "
+        "`benchmarks/peers/run_peers.py nvme` has taken the place of the script that older files name.",
+        "*nvme-*.json",
+        peers,
     ),
     Question(
         "How large a model trains on two cores and 24 GB?",

@@ -6,20 +6,17 @@ import datetime
 import gc
 import hashlib
 import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+import provenance
+from provenance import ROOT
+
+RESULTS = provenance.RESULTS / "gpu"
 SECONDS = 230.0
 """A script ends within four minutes."""
-PACKAGES = ("torch", "triton", "transformers", "deepspeed", "torchao", "numpy")
 
 
 def source_of() -> str:
@@ -40,11 +37,11 @@ class Store:
             "name": name,
             "question": question,
             "date": datetime.date.today().isoformat(),
-            "commit": commit or _commit(),
+            "commit": commit or provenance.commit_of(),
             "source": source_of(),
             "command": f"python benchmarks/gpu/run_queue.py run {name}" + (" --small" if small else ""),
-            "machine": _machine(),
-            "versions": _versions(),
+            "machine": provenance.machine_of(),
+            "versions": provenance.versions_of(),
             "whole": False,
             "parts": {},
         }
@@ -96,33 +93,3 @@ def let_go() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    from ebbtide.forecasting.doctor.system import read_system
-
-    system = read_system()
-    found: dict[str, Any] = {"cpu": system.cpu, "cores": system.cores, "ram_bytes": system.memory}
-    if torch.cuda.is_available():
-        facts = torch.cuda.get_device_properties(0)
-        found |= {"gpu": facts.name, "gpu_bytes": facts.total_memory}
-    return found
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": sys.platform}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -34,6 +34,7 @@ def test_the_list_says_what_was_run(tmp_path: Path) -> None:
 
 
 def test_next_is_the_first_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(QUEUE.parents[1]))
     monkeypatch.syspath_prepend(str(QUEUE.parent))
     import run_queue
 
