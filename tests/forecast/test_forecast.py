@@ -32,6 +32,7 @@ from ebbtide.forecasting.simulation.verdict import CHANGES
 from ebbtide.forecasting.simulation.walk import step_seconds
 from ebbtide.models import find_model
 from ebbtide.runtime.budgets import resolve_budgets
+from ebbtide.runtime.planning.calls import call_of
 from sampling import some
 
 PROMISED = {
@@ -376,6 +377,30 @@ def test_activations_leave_as_the_engine_sends_them(host: int, tier: str, tmp_pa
     assert plan is not None and plan.away is not None and not diverged
     for where, count in (("host", plan.away.host_bytes), ("ssd", plan.away.stored_bytes)):
         assert found.bytes[where].get("activations", 0) == pytest.approx(count, rel=0.08)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_compiled_blocks_are_foreseen_as_the_engine_plans_them(checkpoints: bool) -> None:
+    """A block is one unit, and its gradients come at once. Nothing is compiled before the engine has planned."""
+    config = {"precision": "fp32", "compile": "blocks"}
+    module = find_model("gpt2-tiny").build(0)
+    if checkpoints:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = ebbtide.initialize(module, config)
+    batch = tokens("gpt2-tiny", 2, 64)
+    planned = engine._session.imagining.imagine(call_of(engine.module, engine.module, (), batch))
+    engine.close()
+    foreseen = Forecaster("gpt2-tiny", config)._traced(
+        find_model("gpt2-tiny"), Workload(2, 64, checkpoint_activations=checkpoints), 1, "cpu", False
+    )
+    assert planned is not None and not foreseen.note
+    assert [one.event for one in foreseen.record.moments] == [one.event for one in planned.moments]
+    assert foreseen.record.arrivals == planned.arrivals
+    assert foreseen.record.peak == pytest.approx(planned.peak, rel=0.02)
+    written = Forecaster("gpt2-tiny", {"precision": "fp32"})._traced(
+        find_model("gpt2-tiny"), Workload(2, 64, checkpoint_activations=checkpoints), 1, "cpu", False
+    )
+    assert len(written.record.moments) > 2 * len(foreseen.record.moments)
 
 
 def test_a_flag_goes_before_the_budget_of_the_config(

@@ -26,6 +26,7 @@ from ebbtide.models.recompute import checkpoint_activations as checkpoint
 from ebbtide.nn.head_loss import LossInPieces, best_loss, obstacle
 from ebbtide.planner.activation_trips import ALL, CHECKPOINTS, OFF
 from ebbtide.planner.record import Record
+from ebbtide.runtime.parameters.compiled_blocks import choose_blocks
 from ebbtide.strict import Auto
 from ebbtide.tracing.device_rules import RULES
 from ebbtide.tracing.standalone import Trace, trace
@@ -240,7 +241,15 @@ class Forecaster:
         ):  # as `ebbtide train` does
             LossInPieces(module)
         dtype = DTYPES[self.config.precision]
-        return trace(module, share.example(work.batch, work.seq, dtype), dtype, False, target, saved)
+        example = share.example(work.batch, work.seq, dtype)
+        blocks = (
+            self._blocks(module) if shares == 1 else []
+        )  # with its experts spread a model runs as it is written
+        return trace(module, example, dtype, False, target, saved, blocks)
+
+    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+        """Those that the engine would run compiled."""
+        return [block.module for block in choose_blocks(module, self.config.compile == "blocks", ()).all]
 
     def _foreseen(
         self, spec: ModelSpec, work: Workload, shares: int, target: str, saved: bool
@@ -277,7 +286,8 @@ class Forecaster:
         found = {p.dtype for p in module.parameters() if p.dtype.is_floating_point}
         dtype = DTYPES[self.config.precision] if len(found) == 1 else None
         with _checkpointed(module, work.checkpoint_activations):
-            traced = trace(module, self._example, dtype, target=target, saved=saved)
+            blocks = self._blocks(module)
+            traced = trace(module, self._example, dtype, target=target, saved=saved, blocks=blocks)
         tokens = self._tokens if self._tokens is not None else _positions(self._example)
         return Seen(
             type(module).__name__, traced, sum(t.numel for t in traced.tensors), tokens, (), 1, 0, 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +15,8 @@ from ebbtide.layout import TensorSpec
 from ebbtide.planner.record import Record
 from ebbtide.tracing.device_rules import RULES
 from ebbtide.tracing.estimate import Shape, estimate
-from ebbtide.tracing.hooks import Interceptor, Observer, find_units
+from ebbtide.tracing.hooks import Interceptor, Observer, ParameterRun, find_units
+from ebbtide.tracing.hooks.block_calls import CompiledBlock, CompiledBlocks
 from ebbtide.tracing.symbolic.trace import FakeParameters, scalar_loss, trace_symbolically
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -45,13 +46,15 @@ def trace(
     keep_outputs: bool = True,
     target: str = "cpu",
     saved: bool = False,
+    blocks: Collection[nn.Module] = (),
 ) -> Trace:
     """Imagines forward and backward of `module` on `example` (keyword arguments as a mapping, positional ones as a
     tuple, or one tensor), under fake tensors on the CPU. Both may be on the meta device.
 
     `dtype`: what floating parameters and buffers are computed in, as after `module.to(dtype)`; left out, their
     own. `keep_outputs`: the loop holds all that forward gave through backward, as `out = module(...)` does; without,
-    only the loss. `saved`: the record says what is saved for backward, and so could leave the device.
+    only the loss. `saved`: the record says what is saved for backward, and so could leave the device. `blocks`: modules
+    that run compiled, each as one unit whose gradients come together.
 
     A module that no pass can be imagined of (control flow by values, an operator without a fake kernel) gets an
     estimate by layer type, and a note that says so.
@@ -61,7 +64,7 @@ def trace(
     named = dict(module.named_parameters())
     if not named:
         raise ConfigError("the module has no parameters: there is nothing to trace")
-    parameters, runs, units = find_units(module, list(named.values()))
+    parameters, runs, units = find_units(module, list(named.values()), blocks)
     names = {id(parameter): name for name, parameter in named.items()}
     dtypes = [dtype if dtype and p.dtype.is_floating_point else p.dtype for p in parameters]
     run_of = [0] * len(parameters)
@@ -75,11 +78,13 @@ def trace(
         tuple(dtypes),
         tuple(p.requires_grad for p in parameters),
         torch.device("cpu"),
+        together=tuple((run.index, _trained_bytes(run, parameters, dtypes)) for run in runs if run.together),
         buffers=dtype,
     )
     fixed = _buffer_bytes(module, dtype)
     # Nothing is told to anyone outside the imagined pass, which brings an observer of its own.
-    interceptor = Interceptor(module, parameters, runs, units, cast(Observer, None))
+    compiled = CompiledBlocks([CompiledBlock(type(block).__name__, block, None) for block in blocks])
+    interceptor = Interceptor(module, parameters, runs, units, cast(Observer, None), blocks=compiled)
     note = ""
     try:
         record = trace_symbolically(
@@ -124,6 +129,14 @@ def _check_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise ConfigError(f"the example does not fit the module's forward: {error}") from None
+
+
+def _trained_bytes(
+    run: ParameterRun, parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]
+) -> int:
+    """Of all gradients of a run."""
+    trained = (one for one in run.parameters if parameters[one].requires_grad)
+    return sum(parameters[one].numel() * dtypes[one].itemsize for one in trained)
 
 
 def _buffer_bytes(module: nn.Module, dtype: torch.dtype | None) -> int:
