@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.errors import ConfigError
@@ -351,3 +352,94 @@ def test_a_copy_has_logits() -> None:
 def test_a_model_that_cannot_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r'loss = "pieces": .*linear_cross_entropy in forward'):
         ebbtide.initialize(nn.Linear(3, 3), config_of(loss="pieces"))
+
+
+# -- others' losses, which read the head's weight outside of its module -----------------------------------------------
+
+
+class GradientsInForward(torch.autograd.Function):
+    """As Liger's fused loss: gradients are computed with the loss, piece by piece, and scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        total = hidden.new_zeros(())
+        for start in range(0, len(hidden), PIECE):
+            rows, labels = hidden[start : start + PIECE], target[start : start + PIECE]
+            logits = rows @ weight.T
+            total += functional.cross_entropy(logits, labels, reduction="sum")
+            wrong = logits.softmax(-1)
+            wrong[torch.arange(len(labels)), labels] -= 1
+            grad_hidden[start : start + PIECE] = wrong @ weight
+            grad_weight += wrong.T @ rows
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return scale * grad_hidden, scale * grad_weight, None
+
+
+def checkpointed(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As TRL's fused head: each piece's logits are made again in backward."""
+
+    def piece(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(functional.linear(rows, weight).float(), labels, reduction="sum")
+
+    both = zip(hidden.split(PIECE), target.split(PIECE), strict=True)
+    return sum(checkpoint(piece, rows, labels, use_reentrant=False) for rows, labels in both)  # type: ignore[return-value]
+
+
+PIECE = 16
+OTHERS = {"liger": GradientsInForward.apply, "trl": checkpointed}
+
+
+class WithOthers(nn.Module):
+    def __init__(self, tied: bool, loss: Any) -> None:
+        super().__init__()
+        self.model, self.loss = llama(tie_word_embeddings=tied), loss
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state
+        found: torch.Tensor = self.loss(hidden.flatten(0, 1), self.model.lm_head.weight, input_ids.flatten())
+        return found / input_ids.numel()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_losses_under_a_budget(kind: str, tied: bool) -> None:
+    found = set()
+    for memory in (None, 400_000, "least"):
+        device = {} if memory is None else {"memory": memory}
+        settings = config_of(precision="fp32", device=device, chunk_size="16KiB")
+        engine = ebbtide.initialize(WithOthers(tied, OTHERS[kind]), settings)
+        for batch in batches():
+            engine.backward(engine(**batch))
+            engine.step()
+        assert not engine.stats()["diverged"]
+        found.add(engine.weights_sha256())
+        engine.close()
+    assert len(found) == 1
+
+
+def test_gradients_of_a_transform_within_forward_are_refused_and_training_goes_on() -> None:
+    """torch.func.grad and hooks on what is saved exclude each other, as in a checkpoint of plain PyTorch."""
+    transformed = True
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if transformed:
+            torch.func.grad(lambda rows: (rows @ weight.T).sum())(hidden)
+        return functional.cross_entropy(hidden @ weight.T, target)
+
+    device = {"memory": 400_000}
+    engine = ebbtide.initialize(
+        WithOthers(False, loss), config_of(precision="fp32", device=device, chunk_size="16KiB")
+    )
+    batch = next(batches())
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        engine(**batch)
+    transformed = False
+    engine.backward(engine(**batch))
+    assert engine.step().updated
+    engine.close()
