@@ -6,6 +6,9 @@ import gc
 import gzip
 import json
 import os
+import subprocess
+import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -185,6 +188,42 @@ def test_a_run_without_a_step_leaves_the_one_before_as_it_was(tmp_path: Path) ->
     train(tmp_path, steps=2, **SMALL)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
     assert json.loads((tmp_path / "run.json").read_text()) != json.loads(before[tmp_path / "run.json"])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_that_closes_nothing_has_all_its_steps(fails: bool, tmp_path: Path) -> None:
+    script = f"""
+import torch, ebbtide
+module = torch.nn.Linear(4, 4)
+engine = ebbtide.initialize(module, {{"precision": "fp32", "device": {{"kind": "cpu"}}}})
+engine.record({str(tmp_path)!r})
+for _ in range(3):
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+{"raise KeyError(1)" if fails else ""}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == fails, done.stderr
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert ("ended" in json.loads((tmp_path / "run.json").read_text())) is not fails
+
+
+def test_a_function_that_closes_nothing_has_all_its_steps(tmp_path: Path) -> None:
+    def run() -> None:
+        engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+        engine.record(tmp_path)
+        for number in range(3):
+            engine.backward(loss_of(engine, number))
+            engine.step()
+
+    run()
+    for _ in range(500):  # a thread of the engine's may just be at work
+        gc.collect()
+        if "ended" in json.loads((tmp_path / "run.json").read_text()):
+            break
+        time.sleep(0.02)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    RunWriter(tmp_path).close()
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -96,6 +99,9 @@ class Recording:
         self._journal.open()
         spent, moved = dict(self._journal.seconds), dict(self._traffic.moved)
         self._mark = _Mark(time.perf_counter(), spent, moved, self._journal.charged)
+        self._process = os.getpid()
+        self._at_exit = partial(_end_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
         self._say()
 
     @property
@@ -291,6 +297,7 @@ class Recording:
 
     def _give_up(self) -> None:
         writer, self._writer = self._writer, None
+        atexit.unregister(self._at_exit)
         if self._journal.events is not None:
             self._session.backend.time_copies(False)
         self._journal.close()
@@ -298,25 +305,36 @@ class Recording:
             with suppress(OSError):
                 writer.close()
 
-    def close(self) -> None:
-        """Writes what is left. It can be called again."""
+    def close(self, whole: bool = True) -> None:
+        """Writes what is left. It can be called again. `whole`: the run came to its end."""
         if self._writer is None:
             return
         self._write_full()
         self._write_line()
-        self._facts |= {"ended": _now()}
-        self._say()
+        if whole:
+            self._facts |= {"ended": _now()}
+            self._say()
         self._give_up()
 
-    def end(self) -> None:
+    def end(self, whole: bool = True) -> None:
         """The engine is being closed, whatever becomes of what is left to be written."""
         try:
-            self.close()
+            self.close(whole)
         except Exception as error:
             self._writer = None
             warn_user(
                 f"record: the last lines of {self.folder} were not written ({type(error).__name__}: {error})"
             )
+
+    def __del__(self) -> None:
+        """Nobody has the engine any more, which nobody has closed."""
+        if getattr(self, "_writer", None) is not None:
+            self.leave()
+
+    def leave(self, whole: bool = True) -> None:
+        """As `end`, of its own accord. A child that was forked off has no part in it."""
+        if os.getpid() == self._process:
+            self.end(whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +345,13 @@ class _Mark:
     causes: dict[str, float]
     moved: dict[str, int]
     charged: int
+
+
+def _end_at_exit(recording: weakref.ref[Recording]) -> None:
+    """Of a script that ends without closing its engine, or fails."""
+    found = recording()
+    if found is not None:
+        found.leave(whole=getattr(sys, "last_value", None) is None)
 
 
 def _content(full: _Full) -> dict[str, Any]:
