@@ -9,6 +9,7 @@ import torch
 from task import BETAS, CLIP, DECAY, EPS, LR, Running, Task
 
 import ebbtide
+from ebbtide.runtime.parameters.compiled_blocks import repeated_blocks
 from ebbtide.runtime.parameters.selection import PRECISIONS
 
 STATE_BYTES = 12
@@ -29,7 +30,7 @@ def start(task: Task, compiled: bool = False, quarter: bool = False, ssd: bool =
     if ssd:
         settings |= {"host": {"memory": 0}, "ssd": {"folder": str(task.folder), "memory": "4GB"}}
     if quarter:
-        settings["device"] = {"memory": _quarter(task, settings)}
+        settings["device"] = {"memory": _quarter(task, settings, compiled)}
     engine = ebbtide.initialize(task.module, settings)
     ebbtide.tune_memory(engine)  # as `ebbtide train` does
     batch = {name: value.to(engine.device) for name, value in task.batch.items()}
@@ -49,7 +50,10 @@ def start(task: Task, compiled: bool = False, quarter: bool = False, ssd: bool =
     return Running(step, settings, end)
 
 
-def _quarter(task: Task, settings: dict[str, Any]) -> int:
+def _quarter(task: Task, settings: dict[str, Any], compiled: bool) -> int:
     """What the pass takes beside the chunks, known without a run, and a quarter of the parameters and their state."""
-    peak = ebbtide.trace(task.module, task.batch, PRECISIONS[settings["precision"]]).record.peak
+    blocks = [block for _, block in repeated_blocks(task.module)] if compiled else []
+    peak = ebbtide.trace(
+        task.module, task.batch, PRECISIONS[settings["precision"]], blocks=blocks
+    ).record.peak
     return peak + STATE_BYTES * sum(parameter.numel() for parameter in task.module.parameters()) // 4
