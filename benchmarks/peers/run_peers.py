@@ -19,6 +19,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -44,6 +45,8 @@ STREAMED = 0.9
 """Share of the optimizer's state that the engine must keep on SSD for the comparison to be about SSD."""
 MARK = "FACTS "
 """Begins the line in which a peer's process says what it measured; the libraries print what they like."""
+ERROR = re.compile(r"(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception|Exit)\b.*)")
+"""The line in which Python says what ended it; torch puts the rank before it."""
 Run = dict[str, Any]
 
 
@@ -177,7 +180,7 @@ def run_peer(name: str, peer: Peer, options: argparse.Namespace) -> Run | str:
         )
     found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not found:
-        said = [line for line in done.stderr.splitlines() if line and not line.startswith((" ", "["))]
+        said = [found[1] for line in done.stderr.splitlines() if (found := ERROR.match(line))]
         return f"ended with {done.returncode}: {said[-1] if said else 'it said nothing'}"[:300]
     measured: Run = json.loads(found[-1].removeprefix(MARK).replace(folder, "FOLDER"))
     return measured
