@@ -59,6 +59,12 @@ class Peer:
     """The row of ours that does the same."""
     theirs: bool = False
     """It needs the environment of the others' packages."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of its process."""
+
+
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Freed memory stays in the heap: no page is given back and faulted in anew. It takes more RSS."""
 
 
 def _zero(against: str, **options: Any) -> Peer:
@@ -67,7 +73,9 @@ def _zero(against: str, **options: Any) -> Peer:
 
 RAM = {
     "plain": Peer("plain_pytorch", {}, "ebbtide"),
+    "plain-kept": Peer("plain_pytorch", {}, "ebbtide", variables=KEPT),
     "ebbtide": Peer("ebbtide_engine"),
+    "plain-compiled-kept": Peer("plain_pytorch", {"compiled": True}, "ebbtide-compiled", variables=KEPT),
     "plain-compiled": Peer("plain_pytorch", {"compiled": True}, "ebbtide-compiled"),
     "ebbtide-compiled": Peer("ebbtide_engine", {"compiled": True}),
     "ebbtide-quarter": Peer("ebbtide_engine", {"compiled": True, "quarter": True}),
@@ -173,7 +181,7 @@ def run_peer(name: str, peer: Peer, options: argparse.Namespace) -> Run | str:
         command = [str(environment.PYTHON if peer.theirs else sys.executable), *sys.argv, "--peer", name]
         done = subprocess.run(
             command,
-            env=environment.variables(options.threads) | {"PEER_FOLDER": folder},
+            env=environment.variables(options.threads) | peer.variables | {"PEER_FOLDER": folder},
             capture_output=True,
             text=True,
             check=False,

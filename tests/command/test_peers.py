@@ -51,7 +51,7 @@ def test_other_losses_are_told(runner: Any) -> None:
 
 def test_wrong_inputs() -> None:
     for arguments, said in (
-        (("ram", "--peers", "zero-4"), "expected some of plain,ebbtide,"),
+        (("ram", "--peers", "zero-4"), "expected some of plain,"),
         (("ram", "--warm-up", "2"), "their losses are compared"),
         (("ram", "--sequence", "1"), "sequence at least 2"),
         (("tape",), "invalid choice"),
