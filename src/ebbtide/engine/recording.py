@@ -327,7 +327,7 @@ class Recording:
             )
 
     def __del__(self) -> None:
-        """Nobody has the engine any more, which nobody has closed."""
+        """The engine is collected without having been closed."""
         if getattr(self, "_writer", None) is not None:
             self.leave()
 

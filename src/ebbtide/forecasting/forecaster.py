@@ -242,9 +242,8 @@ class Forecaster:
             LossInPieces(module)
         dtype = DTYPES[self.config.precision]
         example = share.example(work.batch, work.seq, dtype)
-        blocks = (
-            self._blocks(module) if shares == 1 else []
-        )  # with its experts spread a model runs as it is written
+        # With its experts spread a model runs as it is written.
+        blocks = self._blocks(module) if shares == 1 else []
         return trace(module, example, dtype, False, target, saved, blocks)
 
     def _blocks(self, module: nn.Module) -> list[nn.Module]:

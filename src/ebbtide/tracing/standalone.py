@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,8 +15,9 @@ from ebbtide.layout import TensorSpec
 from ebbtide.planner.record import Record
 from ebbtide.tracing.device_rules import RULES
 from ebbtide.tracing.estimate import Shape, estimate
-from ebbtide.tracing.hooks import Interceptor, Observer, ParameterRun, find_units
+from ebbtide.tracing.hooks import Interceptor, Observer, find_units
 from ebbtide.tracing.hooks.block_calls import CompiledBlock, CompiledBlocks
+from ebbtide.tracing.hooks.observer import gradients_together
 from ebbtide.tracing.symbolic.trace import FakeParameters, scalar_loss, trace_symbolically
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -71,6 +72,11 @@ def trace(
     for run in runs:
         for member in run.parameters:
             run_of[member] = run.index
+
+    def gradient_bytes(member: int) -> int:
+        size = parameters[member].numel() * dtypes[member].itemsize
+        return size if parameters[member].requires_grad else 0
+
     fake = FakeParameters(
         tuple(run_of),
         tuple(tuple(p.shape) for p in parameters),
@@ -78,7 +84,7 @@ def trace(
         tuple(dtypes),
         tuple(p.requires_grad for p in parameters),
         torch.device("cpu"),
-        together=tuple((run.index, _trained_bytes(run, parameters, dtypes)) for run in runs if run.together),
+        together=tuple(gradients_together(runs, gradient_bytes).items()),
         buffers=dtype,
     )
     fixed = _buffer_bytes(module, dtype)
@@ -129,14 +135,6 @@ def _check_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise ConfigError(f"the example does not fit the module's forward: {error}") from None
-
-
-def _trained_bytes(
-    run: ParameterRun, parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]
-) -> int:
-    """Of all gradients of a run."""
-    trained = (one for one in run.parameters if parameters[one].requires_grad)
-    return sum(parameters[one].numel() * dtypes[one].itemsize for one in trained)
 
 
 def _buffer_bytes(module: nn.Module, dtype: torch.dtype | None) -> int:

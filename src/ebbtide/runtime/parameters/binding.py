@@ -41,6 +41,7 @@ from ebbtide.runtime.parameters.parameter_classes import (
 from ebbtide.runtime.parameters.places import Place, SavedWeight, computed_part
 from ebbtide.runtime.parameters.write_detection import LiveWrites, dense
 from ebbtide.tracing.hooks import ParameterRun
+from ebbtide.tracing.hooks.observer import gradients_together
 
 
 def laid_like(
@@ -171,15 +172,13 @@ class ModelData:
 
     def gradients_together(self) -> dict[int, int]:
         """By run of a compiled block: bytes of the gradients that its backward gives at once."""
-        return {
-            run.index: sum(
-                self.places[p].numel * self.parameter_chunk(self.places[p].chunk).dtype.itemsize
-                for p in run.parameters
-                if self.parameters[p].requires_grad
-            )
-            for run in self.runs
-            if run.together
-        }
+
+        def gradient_bytes(member: int) -> int:
+            place = self.places[member]
+            size = place.numel * self.parameter_chunk(place.chunk).dtype.itemsize
+            return size if self.parameters[member].requires_grad else 0
+
+        return gradients_together(self.runs, gradient_bytes)
 
     # -- binding --------------------------------------------------------------------------------------
 

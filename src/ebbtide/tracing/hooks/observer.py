@@ -11,7 +11,7 @@ compared when backward wants it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,12 @@ class ParameterRun:
     """Indices into the list of managed parameters, in definition order."""
     together: bool = False
     """Whether a compiled block owns it: backward wants all of it at once, and gives its gradients together."""
+
+
+def gradients_together(runs: Iterable[ParameterRun], gradient_bytes: Callable[[int], int]) -> dict[int, int]:
+    """By run of a compiled block: bytes of the gradients that its backward gives at once. `gradient_bytes`: of a
+    parameter; 0 where it has no gradient."""
+    return {run.index: sum(map(gradient_bytes, run.parameters)) for run in runs if run.together}
 
 
 @dataclass(frozen=True)
