@@ -178,6 +178,7 @@ def test_a_run_that_goes_on_has_its_lines_before(tmp_path: Path) -> None:
 def test_a_run_without_a_step_leaves_the_one_before_as_it_was(tmp_path: Path) -> None:
     """Its settings may have been refused, or it was killed while it was planned."""
     train(tmp_path, **SMALL)
+    (tmp_path / "run.json").write_text('{"format": 1, "started": "on an earlier day"}')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
     recording = engine.record(tmp_path)
