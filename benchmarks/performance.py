@@ -54,6 +54,11 @@ class Question:
     rows: Callable[[Result], Iterator[Row]]
     command: str = ""
     """Where the files do not say."""
+    named_by: int = 1
+    """So many columns, from the left, say what was measured; of each only the newest file's rows are shown."""
+
+    def kind(self, row: Row) -> tuple[str, ...]:
+        return tuple(row.values())[: self.named_by]
 
 
 def overhead(result: Result) -> Iterator[Row]:
@@ -185,6 +190,7 @@ QUESTIONS = (
         "cpu-*.json",
         budgets,
         "ebbtide bench offload",
+        named_by=2,
     ),
     Question(
         "What do compiled blocks bring?",
@@ -192,6 +198,7 @@ QUESTIONS = (
         "compiled-*.json",
         compiled,
         "ebbtide bench compiled",
+        named_by=2,
     ),
     Question(
         "What does the loss in pieces save?",
@@ -218,6 +225,7 @@ QUESTIONS = (
         "cannot run is its own error.",
         "peers-ram-*.json",
         peers,
+        named_by=2,
     ),
     Question(
         "How does it compare with DeepSpeed's NVMe offload?",
@@ -225,6 +233,7 @@ QUESTIONS = (
         "`benchmarks/peers/run_peers.py nvme` has taken the place of the script that older files name.",
         "*nvme-*.json",
         peers,
+        named_by=2,
     ),
     Question(
         "How large a model trains on two cores and 24 GB?",
@@ -254,8 +263,8 @@ def page() -> str:
         "# Performance",
         "",
         "`python benchmarks/performance.py` writes this page from `benchmarks/results/`; no figure is typed by hand.",
-        "Ratios were measured in turn on one machine. With several GPUs ebbtide has not been run; its many ranks are",
-        "tested on CPUs.",
+        "Each table has the newest figure of each kind; the older ones are in the files. Ratios were measured in turn",
+        "on one machine. With several GPUs ebbtide has not been run; its many ranks are tested on CPUs.",
     ]
     for question in QUESTIONS:
         parts += ["", f"## {question.asked}", "", question.answer, "", *table(question)]
@@ -265,13 +274,14 @@ def page() -> str:
 def table(question: Question) -> list[str]:
     rows: list[Row] = []
     commands = []
+    seen: set[tuple[str, ...]] = set()
     for result in results(question.pattern):
-        for row in question.rows(result):
-            rows.append(
-                {**row, "machine": result.machine, "date": result.date or DASH, "file": result.file.name}
-            )
+        new = [row for row in question.rows(result) if question.kind(row) not in seen]
+        seen.update(question.kind(row) for row in new)
+        where = {"machine": result.machine, "date": result.date or DASH, "file": result.file.name}
+        rows += [{**row, **where} for row in new]
         command = result.data.get("command") or question.command
-        if rows and rows[-1]["file"] == result.file.name and command and command not in commands:
+        if new and command and command not in commands:
             commands.append(command)
     if not rows:
         return ["Not measured yet."]

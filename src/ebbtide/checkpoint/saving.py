@@ -3,11 +3,15 @@
 Note [in the background]: of a rank's values as much is copied as its budget never needed so far, and the rest is written
 before `save` returns. What was copied is written by a thread. A rank that is done says so with a file in the
 checkpoint's folder, which all ranks see; the first one's thread waits for those, and gives the checkpoint its name. So
-no rank's computation waits for another, and a rank that is gone leaves a checkpoint that is not there.
+no rank's computation waits for another, and a rank that is gone leaves a checkpoint that is not there. A process that
+ends, with its engine closed or not, waits for what is being written, and says what could not be; one that is killed
+leaves a checkpoint that is not there.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 import time
@@ -89,6 +93,7 @@ class Saver:
             return
         pending.wait()  # whoever is interrupted here, with Ctrl-C, can wait again
         self.pending = None
+        _unheard.discard(pending)
         pending.snapshot.release()
         self.failed = "" if pending.error is None else str(pending.error)
         if self.failed and warn:
@@ -117,7 +122,11 @@ class PendingSave:
         self._partial, self._run, self._step, self._keep = partial, run, step, keep
         self.error: BaseException | None = None
         self._over = threading.Event()
-        # It ends with the process: what is half-written then is not there.
+        self._left: float | None = None
+        """When the process wanted to end."""
+        self._process = os.getpid()
+        _unheard.add(self)
+        # Not one that Python waits for by itself: it would wait for other ranks, too, for as long as they have.
         threading.Thread(target=self._write, name="ebbtide-save", daemon=True).start()
 
     @property
@@ -132,7 +141,18 @@ class PendingSave:
         try:
             self._finish()
         finally:
+            if self.error is None:
+                _unheard.discard(self)
             self._over.set()
+
+    def end_with_process(self) -> None:
+        """Not in a child that was forked off, which has no part in it, nor the thread."""
+        if os.getpid() != self._process:
+            return
+        self._left = time.monotonic()
+        self.wait()
+        if self.error is not None:
+            warn_user(f"{self.error} (in the background)")
 
     def _finish(self) -> None:
         try:
@@ -160,10 +180,10 @@ class PendingSave:
     def _sign(self, rank: int, good: bool) -> Path:
         return self._partial / f".{'written' if good else 'failed'}-{rank:05d}"
 
-    def _hear_others(self, seconds: float) -> None:
+    def _hear_others(self, patience: float) -> None:
         """Until all of them have written, or one says that it cannot."""
         waited = range(1, 1 if self._ranks is None else self._ranks.size)
-        until = time.monotonic() + seconds
+        begun = time.monotonic()
         for rank in waited:
             while not self._sign(rank, True).exists():
                 if self._sign(rank, False).exists():
@@ -175,7 +195,9 @@ class PendingSave:
                         f"{self._partial} is gone, with what was written of the checkpoint of step {self._step}",
                         file=str(self._partial),
                     )
-                if time.monotonic() > until:
+                if self._left is not None:
+                    patience = min(patience, max(0.0, self._left - begun) + OTHERS_END)
+                if time.monotonic() > begun + patience:
                     raise DiskError(
                         f"{self._partial}: rank {rank} has not written its part of the checkpoint of step {self._step}",
                         file=str(self._partial),
@@ -183,3 +205,13 @@ class PendingSave:
                 time.sleep(LOOK)
         for rank in waited:
             self._sign(rank, True).unlink()
+
+
+_unheard: set[PendingSave] = set()
+"""Those under way, and those that failed and nobody has asked for."""
+
+
+@atexit.register
+def _end_with_process() -> None:
+    for one in [*_unheard]:
+        one.end_with_process()

@@ -215,13 +215,15 @@ class Lane:
 
     def _run(self, over: threading.Event) -> None:
         try:
-            buffer = map_memory(BOUNCE)
-            bounce = buffer.data_ptr()
-            while batch := self._take():
-                self._serve(batch, bounce)
-                del batch
+            self._serve_all()
         finally:
-            over.set()
+            over.set()  # from here on the process may end, which no tensor outlives well
+
+    def _serve_all(self) -> None:
+        buffer = map_memory(BOUNCE)
+        while batch := self._take():
+            self._serve(batch, buffer.data_ptr())
+            del batch
 
     def _take(self) -> list[DiskJob]:
         """The next job and those that lie right behind it; nothing where the lane is closed and empty."""
