@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from child_errors import error_in
 from results import Store
 
 QUESTION = "two ranks on one card: one hash over budgets, and tokens a second"
@@ -27,13 +28,12 @@ def launched(budget: str, small: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
         command += [__file__, budget, str(int(small)), folder]
-        root = str(Path(__file__).resolve().parents[2] / "src")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, str(Path(__file__).parent)])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
         if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-600:])
+            raise RuntimeError(error_in(done.stderr))
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
     if found[0]["sha256"] != found[1]["sha256"]:
         raise RuntimeError(f"ranks differ: {found}")

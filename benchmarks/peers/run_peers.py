@@ -19,7 +19,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import shlex
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src")]
 
 import environment  # noqa: E402
+from child_errors import error_in  # noqa: E402
 from environment import Missing, say  # noqa: E402
 from provenance import ROOT, commit_of, machine_of, versions_of  # noqa: E402
 
@@ -45,8 +45,6 @@ STREAMED = 0.9
 """Share of the optimizer's state that the engine must keep on SSD for the comparison to be about SSD."""
 MARK = "FACTS "
 """Begins the line in which a peer's process says what it measured; the libraries print what they like."""
-ERROR = re.compile(r"(?:\[rank\d+\]: ?)?(\w[\w.]*(?:Error|Exception|Exit)\b.*)")
-"""The line in which Python says what ended it; torch puts the rank before it."""
 Run = dict[str, Any]
 
 
@@ -188,8 +186,7 @@ def run_peer(name: str, peer: Peer, options: argparse.Namespace) -> Run | str:
         )
     found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not found:
-        said = [found[1] for line in done.stderr.splitlines() if (found := ERROR.match(line))]
-        return f"ended with {done.returncode}: {said[-1] if said else 'it said nothing'}"[:300]
+        return f"ended with {done.returncode}: {error_in(done.stderr)}"[:300]
     measured: Run = json.loads(found[-1].removeprefix(MARK).replace(folder, "FOLDER"))
     return measured
 
