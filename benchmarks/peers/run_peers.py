@@ -237,7 +237,7 @@ def summary(
     rows = [row(name, found, runs.get(peers[name].against, [])) for name, found in done.items()]
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/peers/run_peers.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/peers/run_peers.py", *without_out(sys.argv[1:])]),
         "commit": commit_of(),
         **{name: getattr(options, name) for name in asked},
         "rows": [*rows, *({"peer": name, "error": said} for name, said in errors.items())],
@@ -247,6 +247,15 @@ def summary(
         "environment": {"OMP_WAIT_POLICY": "passive", "threads": options.threads},
         "machine": machine_of() | {"load_at_end": os.getloadavg()[0]},
     }
+
+
+def without_out(arguments: list[str]) -> list[str]:
+    """Where the result goes is no part of what was measured."""
+    return [
+        one
+        for before, one in zip(["", *arguments], arguments, strict=False)
+        if before != "--out" and not one.startswith("--out")
+    ]
 
 
 def row(name: str, found: list[Run], ours: list[Run]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def test_other_losses_are_told(runner: Any) -> None:
     assert said.startswith("zero-3's first losses [4.0, 4.0, 4.0] are not those of plain PyTorch")
 
 
+def test_where_a_result_goes_is_no_part_of_its_command(runner: Any) -> None:
+    asked = ["ram", "--out", "here.json", "--steps", "4", "--out=there.json"]
+    assert runner.without_out(asked) == ["ram", "--steps", "4"]
+
+
 def test_wrong_inputs() -> None:
     for arguments, said in (
         (("ram", "--peers", "zero-4"), "expected some of plain,"),
