@@ -14,12 +14,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 DASH = "-"
+COLUMNS = 120
+"""Of a line of prose."""
 Row = dict[str, str]
 
 
@@ -267,7 +270,7 @@ def page() -> str:
         "on one machine. With several GPUs ebbtide has not been run; its many ranks are tested on CPUs.",
     ]
     for question in QUESTIONS:
-        parts += ["", f"## {question.asked}", "", question.answer, "", *table(question)]
+        parts += ["", f"## {question.asked}", "", fill(question.answer, COLUMNS), "", *table(question)]
     return "\n".join(parts) + "\n"
 
 

@@ -208,7 +208,7 @@ class PendingSave:
 
 
 _unheard: set[PendingSave] = set()
-"""Those under way, and those that failed and nobody has asked for."""
+"""Saves under way, and saves that failed before anybody asked for them."""
 
 
 @atexit.register
