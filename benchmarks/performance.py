@@ -44,7 +44,8 @@ class Result:
             return str(found["name"])
         gpu, cpu = found.get("gpu"), str(found.get("cpu", found.get("host", DASH)))
         cores = "" if "core" in cpu or "cores" not in found else f", {found['cores']} cores"
-        return str(gpu) if gpu else cpu + cores
+        flags = "".join(f", {flag}" for flag in found.get("flags", ()))
+        return str(gpu) if gpu else cpu + cores + flags
 
 
 @dataclass(frozen=True)

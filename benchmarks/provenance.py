@@ -1,7 +1,9 @@
-"""Where a result comes from: machine, versions of packages, commit. Each file of benchmarks/results has them."""
+"""Where a result comes from: date, command, commit, machine, versions of packages. Each file of benchmarks/results has
+them."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import subprocess
@@ -15,8 +17,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "triton", "transformers", "deepspeed", "torchao", "numpy")
 
 
+def provenance(command: str) -> dict[str, Any]:
+    """`command`: that which measures, as somebody would type it."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+        "commit": commit_of(),
+        "machine": machine_of(),
+        "versions": versions_of(),
+    }
+
+
 def commit_of() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    """With `-dirty` where files that git follows are not as it says."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
@@ -29,6 +43,7 @@ def machine_of() -> dict[str, Any]:
     found: dict[str, Any] = {
         "cpu": system.cpu,
         "cores": len(os.sched_getaffinity(0)),
+        "flags": system.flags,
         "ram_bytes": system.memory,
     }
     if torch.cuda.is_available():

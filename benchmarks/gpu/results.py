@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 import hashlib
 import json
@@ -33,15 +32,15 @@ class Store:
         self._file = folder / f"{name}.json"
         self._begin = time.monotonic()
         self.failed = False
+        whence = provenance.provenance(
+            f"python benchmarks/gpu/run_queue.py run {name}" + (" --small" if small else "")
+        )
         self._found: dict[str, Any] = {
             "name": name,
             "question": question,
-            "date": datetime.date.today().isoformat(),
-            "commit": commit or provenance.commit_of(),
+            **whence,
+            "commit": commit or whence["commit"],
             "source": source_of(),
-            "command": f"python benchmarks/gpu/run_queue.py run {name}" + (" --small" if small else ""),
-            "machine": provenance.machine_of(),
-            "versions": provenance.versions_of(),
             "whole": False,
             "parts": {},
         }

@@ -85,7 +85,7 @@ def following(folder: Path) -> str:
 
 def show(folder: Path) -> int:
     here = source_of()
-    print(f"{'script':14} {'run':10} {'commit':9} {'of this source':15} parts")
+    print(f"{'script':14} {'run':10} {'commit':13} {'of this source':15} parts")
     for name in ORDER:
         result = known(folder, name)
         if result is None:
@@ -95,7 +95,7 @@ def show(folder: Path) -> int:
         failed = [part for part, value in result["parts"].items() if "error" in value]
         parts = f"{len(result['parts'])}" + (f", failed: {', '.join(failed)}" if failed else "")
         parts += "" if result["whole"] else ", cut short"
-        print(f"{name:14} {result['date']:10} {result['commit'] or '?':9} {same:15} {parts}")
+        print(f"{name:14} {result['date']:10} {result['commit'] or '?':13} {same:15} {parts}")
     return 0
 
 

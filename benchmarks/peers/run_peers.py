@@ -16,7 +16,6 @@ Exits with 2 where something that is needed cannot be had, with 1 where the peer
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shlex
@@ -36,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src")]
 import environment  # noqa: E402
 from child_errors import error_in  # noqa: E402
 from environment import Missing, say  # noqa: E402
-from provenance import ROOT, commit_of, machine_of, versions_of  # noqa: E402
+from provenance import ROOT, provenance  # noqa: E402
 
 COMPARED, TOLERANCE = 3, 0.05
 """First losses that must agree, to this share of plain PyTorch's. Later ones drift apart: without warm-up of the
@@ -233,19 +232,18 @@ def summary(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     asked = ("set", "model", "batch", "sequence", "precision", "steps", "warm_up", "repeats")
+    whence = provenance(shlex.join(["python", "benchmarks/peers/run_peers.py", *without_out(sys.argv[1:])]))
     done = {name: found for name, found in runs.items() if found}
     rows = [row(name, found, runs.get(peers[name].against, [])) for name, found in done.items()]
     return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", "benchmarks/peers/run_peers.py", *without_out(sys.argv[1:])]),
-        "commit": commit_of(),
+        **whence,
         **{name: getattr(options, name) for name in asked},
         "rows": [*rows, *({"peer": name, "error": said} for name, said in errors.items())],
         "problems": [*different_work(done), *too_little_streamed(options, done)],
-        "versions": versions_of() | {"deepspeed": environment.DEEPSPEED, "torchao": environment.TORCHAO},
+        "versions": whence["versions"] | {"deepspeed": environment.DEEPSPEED, "torchao": environment.TORCHAO},
         "settings": {name: found[0]["settings"] for name, found in done.items()},
         "environment": {"OMP_WAIT_POLICY": "passive", "threads": options.threads},
-        "machine": machine_of() | {"load_at_end": os.getloadavg()[0]},
+        "machine": whence["machine"] | {"load_at_end": os.getloadavg()[0]},
     }
 
 
