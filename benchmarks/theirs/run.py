@@ -5,8 +5,8 @@
     python benchmarks/theirs/run.py compare stock.json ours.json
 
 FOLDER is a checkout of the framework's repository, of the version that is installed; Accelerate's tests are in its
-package, and take none. `--shard 2/4` runs a quarter. The optimizer of their small models is AdamW in both runs, for the
-engine has no SGD.
+package, and take none. `--shard 2/4` runs a quarter. The optimizer of their small models is AdamW in both runs: the
+engine had no SGD when the results were taken.
 """
 
 from __future__ import annotations

@@ -211,6 +211,7 @@ def check(whole: Path, place: Path, precision: str, seeds: range) -> dict[str, i
                 engine = None
         else:
             assert engine.weights_sha256() == right, (seed, what)
+            assert isinstance(random.gauss(0.0, 1.0), float), (seed, what)
             train(engine, 2, 3)  # whatever it goes on with, it goes on
             engine.check_integrity()
             engine.close()
@@ -232,6 +233,26 @@ def saved_here(place: Path, precision: str) -> Path:
     found = engine.save(place / "run", {"epoch": 1, "order": [3, 1, 2]})
     engine.close()
     return found
+
+
+@pytest.mark.parametrize("following", [{}, "", [0.5], 1 << 70])
+def test_a_number_to_come_that_is_none_is_refused(tmp_path: Path, following: Any) -> None:
+    """Python keeps every second number that `random.gauss` draws, and takes whatever it is given there."""
+    crafted = Crafted(saved_here(tmp_path, "fp32"), tmp_path / "crafted")
+    state = torch.load(io.BytesIO(crafted.content("state/0")), weights_only=True)
+    version, numbers, _ = state["random"]["python"]
+    state["random"]["python"] = version, numbers, following
+    content = io.BytesIO()
+    torch.save(state, content)
+    crafted.put("state/0", content.getvalue())
+    engine = start("fp32")
+    try:
+        before = random.getstate()
+        with pytest.raises(IntegrityError, match="random numbers cannot be taken up"):
+            engine.load(crafted.finish())
+        assert random.getstate() == before
+    finally:
+        engine.close()
 
 
 def test_of_two_ranks(tmp_path: Path) -> None:

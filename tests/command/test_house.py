@@ -43,3 +43,13 @@ def test_there_is_no_circle_of_files() -> None:
         for one in done:
             del left[one]
     assert not left, f"these import each other, or are imported by such: {sorted(left)}"
+
+
+def test_warnings_are_of_one_class() -> None:
+    """A user silences, or raises, all of them by `EbbtideWarning`."""
+    beside = [
+        str(path.relative_to(SOURCE))
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "errors.py" and "warnings.warn(" in path.read_text()
+    ]
+    assert not beside, f"these warn by themselves: errors.warn_user does it: {beside}"

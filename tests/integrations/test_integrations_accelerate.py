@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
+from ebbtide.config import Config
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _accelerate as private
 from ebbtide.integrations.accelerate import Accelerator
@@ -78,6 +79,25 @@ def test_the_loop_trains_as_stock_does(lora: bool) -> None:
     assert stats["peak_bytes"]["device"] <= tight()["device"]["memory"]
     assert ours[0].unwrap_model(ours[1]) is ours[1]
     ours[0].free_memory()
+
+
+def test_a_loop_that_clips_by_value_names_the_setting() -> None:
+    found = []
+    for kind in (Accelerator, accelerate.Accelerator):
+        own = {"ebbtide": tight() | {"clip_value": 1e-3}} if kind is Accelerator else {}
+        accelerator, model = kind(cpu=True, **own), build()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for row in (0, 1):
+            accelerator.backward(model(**{key: value[None] for key, value in Rows(2)[row].items()}).loss)
+            if kind is not Accelerator:
+                accelerator.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(accelerator.get_state_dict(model))
+        accelerator.free_memory()
+    ours, stock = found
+    for key, value in stock.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -281,6 +301,9 @@ def test_precision_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UnsupportedError, match="--mixed_precision fp8"):
         Accelerator(cpu=True, ebbtide=tight())
+    for precision in ("bf16", "fp16"):  # a Config always has one
+        own = Config.read(tight() | {"precision": precision})
+        assert prepared_settings(Accelerator(cpu=True, mixed_precision="no", ebbtide=own))[1] == precision
     asked = Accelerator(cpu=True, mixed_precision="no", ebbtide=tight() | {"precision": "fp16"})
     assert prepared_settings(asked) == ("fp16", "fp16")
 
@@ -328,7 +351,7 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
     accelerator, model, *_ = prepared(Accelerator)
     with pytest.raises(UnsupportedError, match="norm_type"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
-    with pytest.raises(UnsupportedError, match="clip_grad_norm_"):
+    with pytest.raises(UnsupportedError, match=r"ebbtide=\{'clip_value'"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     with pytest.raises(ConfigError, match="ebbtide-0"):
         (tmp_path / "empty").mkdir()

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+from ebbtide.errors import EbbtideWarning
 from ebbtide.kernels import FallbackKernels, NativeKernels, compiler, cpu_kernels
 
 
@@ -43,7 +44,7 @@ def test_a_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
 
 def test_without_a_compiler_there_is_one_warning_and_the_fallback(fresh, monkeypatch):
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
-    with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler found"):
+    with pytest.warns(EbbtideWarning, match=r"no C\+\+ compiler found"):
         kernels = cpu_kernels()
     assert isinstance(kernels, FallbackKernels)
     with warnings.catch_warnings():
@@ -57,7 +58,7 @@ def test_a_build_that_fails_shows_the_compilers_message(fresh, capsys):
     fresh.write_text("this is no C++\n")
     assert compiler.main() == 1
     assert "error" in capsys.readouterr().err
-    with pytest.warns(RuntimeWarning, match="error"):
+    with pytest.warns(EbbtideWarning, match="error"):
         assert compiler.load() is None
     assert list(fresh.parent.iterdir()) == [fresh]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ebbtide
-from ebbtide.errors import BudgetError, ConfigError, StateError, UnsupportedError
+from ebbtide.errors import BudgetError, ConfigError, EbbtideWarning, StateError, UnsupportedError
 from harness import config_of
 from plain_loop import PlainAdamW
 from test_habits import LR, ROOMY, TIGHT, WIDTH, Net, Side, batch
@@ -361,6 +361,24 @@ def test_an_average_is_kept_swapped_in_and_saved(make: Engines, memory: Any, tmp
     assert all(torch.equal(value, expected[name]) for name, value in average.state_dict().items())
     assert engine.weights_sha256() == sha
     engine.check_integrity()
+
+
+def test_an_average_that_a_checkpoint_has_and_the_engine_has_not_is_told(
+    make: Engines, tmp_path: Path
+) -> None:
+    first = make(memory=ROOMY)
+    first.ema(0.75)
+    step(first, 0)
+    first.save(tmp_path)
+    second = make(memory=ROOMY)
+    second.ema(0.9)
+    with pytest.warns(EbbtideWarning, match=r"call engine\.ema\(0\.75\) before engine\.load") as told:
+        second.load(tmp_path)
+    assert len(told) == 1 and told[0].filename == __file__
+    second.ema(0.75)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EbbtideWarning)
+        second.load(tmp_path)
 
 
 def test_an_average_by_torch_is_the_same_to_rounding(make: Engines) -> None:

@@ -330,6 +330,28 @@ def test_numbers_of_tensors_and_anything_else_are_kept_and_own_names_refused(tmp
     assert json.loads((tmp_path / "run.json").read_text())["note"] == "again"
 
 
+def test_what_is_added_is_in_the_steps_line_or_is_told_to_be_lost(tmp_path: Path) -> None:
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    recording = engine.record(tmp_path)
+    with pytest.warns(EbbtideWarning, match=r"recording\.add\(early\): no step has ended yet, so it is lost"):
+        recording.add(early=1)
+    for number in range(2):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+        recording.add(first=number)
+        recording.add(second=number)
+    recording.mark("evaluated")
+    with pytest.warns(
+        EbbtideWarning, match=r"recording\.add\(late\): the last step's line is written already"
+    ):
+        recording.add(late=1)
+    engine.close()
+    one, two, event = lines(tmp_path)
+    assert [(line["first"], line["second"]) for line in (one, two)] == [(0, 0), (1, 1)]
+    assert event["event"] == "evaluated"
+    assert not any({"early", "late"} & line.keys() for line in (one, two, event))
+
+
 def test_an_engine_that_nobody_holds_gives_its_folder_back(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
     with pytest.raises(ConfigError, match="another run writes"):

@@ -126,7 +126,7 @@ NEEDED = (
     "ranks",
     "tensors",
 )
-BESIDE = ("rank_counts", "passes")
+BESIDE = ("rank_counts", "passes", "rule")
 """Was not there always."""
 
 
@@ -143,8 +143,9 @@ def look_at(
     managed = [one.text() for one in known["managed"].entries()]
     known["counts"].each(PlainData.number)
     _ranks(known.get("rank_counts"), known["ranks"].value, len(managed))
-    if "passes" in known:
-        known["passes"].text()
+    for name in ("passes", "rule"):
+        if name in known:
+            known[name].text()
     for number, group in enumerate(known["groups"].entries()):
         _group(group, number)
     _scaler(known["scaler"])
@@ -254,6 +255,8 @@ def look_at_state(state: Any, place: str) -> None:
         torch.Generator().set_state(drawn["torch"])
         version, numbers, following = drawn["python"]
         random.Random().setstate((version, tuple(numbers), following))
+        if not isinstance(following, float | None):
+            raise TypeError(f"{type(following).__name__} as the number to come")
         if "numpy" in drawn and "numpy" in sys.modules:
             name, keys, *rest = drawn["numpy"]
             sys.modules["numpy"].random.RandomState().set_state((name, keys.numpy().astype("uint32"), *rest))

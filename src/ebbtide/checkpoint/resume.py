@@ -15,10 +15,11 @@ import torch
 from ebbtide.checkpoint import values
 from ebbtide.checkpoint.tensor_parts import parts_of
 from ebbtide.errors import ConfigError
+from ebbtide.kernels import Rule
 from ebbtide.planner.record import Record
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.updates.loss_scale import LossScaler
-from ebbtide.update_rules import RuleFacts
+from ebbtide.update_rules import UPDATE_RULES, RuleFacts
 
 
 def by_name(
@@ -84,6 +85,7 @@ def facts_of(session: Session, groups: Groups, scaler: LossScaler | None, steps:
     apart = session.lock_free is not None and ranks is not None
     return {
         "steps": steps,
+        "rule": updates.rule.name,
         "rank_counts": ranks.objects(list(updates.param_groups.counts))
         if apart and ranks is not None
         else None,
@@ -114,7 +116,7 @@ def _group(session: Session, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose optimizer had other groups."""
+    """Refuses a checkpoint whose optimizer had another rule or other groups."""
     values.names(session)  # or the groups have parameters without a name
     unknown = [
         name for name in (*session.data.names, *session.unmanaged.steps) if name not in facts["counts"]
@@ -129,21 +131,37 @@ def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
             f"load: the checkpoint has {len(found)} param_groups, expected {len(expected)}; pass the same to "
             "initialize()"
         )
-    rule = session.updates.rule
+    _check_rule(session.updates.rule, facts)
     for place, (saved, own) in enumerate(zip(found, expected, strict=True)):
-        missing = [key for key in rule.settings if key not in saved["settings"]]
-        if missing:
-            raise ConfigError(
-                f"load: the checkpoint is of another update rule: its param_groups[{place}] have no {missing[0]!r}, "
-                f"which {rule.name} reads. Set optimizer.name as it was, or take the weights alone: "
-                "engine.load_weights(folder)"
-            )
         odd = sorted(set(saved["params"]) ^ set(own["params"]))
         if odd:
             where = "the checkpoint" if odd[0] in saved["params"] else "the engine"
             raise ConfigError(
                 f"load: param_groups[{place}]: {odd[0]!r} is in {where} only; pass the same groups to initialize()"
             )
+
+
+def _check_rule(rule: Rule, facts: Mapping[str, Any]) -> None:
+    """A checkpoint that does not name its rule, for it is older, is told by its settings and its state."""
+    missing = [key for key in rule.settings for saved in facts["groups"] if key not in saved["settings"]]
+    kinds = {key.partition("/")[0] for key in facts["tensors"]} - set(rule.states)
+    odd = sorted(kinds & {kind for known in UPDATE_RULES.values() for kind in known.states})
+    name = facts.get("rule")
+    if name == rule.name or (name is None and not missing and not odd):
+        return
+    if name is not None:
+        said, was = (
+            f"it was made with {name!r}, the engine has {rule.name!r}",
+            f"optimizer.name = {name!r}, as it was",
+        )
+    elif missing:
+        said, was = f"it has no {missing[0]!r}, which {rule.name} reads", "optimizer.name as it was"
+    else:
+        said, was = f"it has {odd[0]}, which {rule.name} does not know", "optimizer.name as it was"
+    raise ConfigError(
+        f"load: the checkpoint is of another update rule: {said}. Set {was}, or take the weights alone: "
+        "engine.load_weights(folder)"
+    )
 
 
 def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: Mapping[str, Any]) -> int:

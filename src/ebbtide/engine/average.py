@@ -17,10 +17,13 @@ import torch
 
 from ebbtide.checkpoint import values
 from ebbtide.checkpoint.tensor_parts import WEIGHTS, TensorPart, parts_of
-from ebbtide.errors import ConfigError, StateError
+from ebbtide.errors import ConfigError, StateError, warn_user
 from ebbtide.memory.budget import AVERAGE
 from ebbtide.memory.chunk_access import PORTION
-from ebbtide.runtime.session import Session
+from ebbtide.runtime.session import Averaged, Session
+
+BEGINS = "average-"
+"""The names of its tensors in a checkpoint; its decay follows."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Average:
 
     def __init__(self, session: Session, decay: float) -> None:
         self.decay = require_decay(decay)
-        self._label = f"average-{decay}"
+        self.label = f"{BEGINS}{decay}"
         self._session = session
         self._due: list[float] = []
         """Decays of steps whose weights are not in it yet."""
@@ -158,13 +161,13 @@ class Average:
         def lend(first: int, count: int) -> None:
             return None
 
-        key = f"{self._label}/{kept.weights.key.partition('/')[2]}"
+        key = f"{self.label}/{kept.weights.key.partition('/')[2]}"
         return replace(kept.weights, key=key, load=load, store=store, lend=lend)
 
     def loaded(self, stored: Sequence[str]) -> None:
         """A checkpoint with these tensors was loaded: it has the average, or there is a new beginning."""
         self._due.clear()
-        if not any(key.startswith(f"{self._label}/") for key in stored):
+        if not any(key.startswith(f"{self.label}/") for key in stored):
             self.restart()
 
     def close(self) -> None:
@@ -181,6 +184,17 @@ class Average:
         """Plans have more or less room from now on."""
         room = self._session.room
         self._session.traces.settle(room.budget("device"), room.budget("host"))
+
+
+def warn_of_lost(stored: Sequence[str], averages: Sequence[Averaged]) -> None:
+    """Of those that a loaded checkpoint has and the engine has not."""
+    there = {key.partition("/")[0] for key in stored if key.startswith(BEGINS)}
+    for label in sorted(there - {one.label for one in averages}):
+        decay = label.removeprefix(BEGINS)
+        warn_user(
+            f"load: the checkpoint has an average of the weights with decay {decay}, and this engine has none with it, "
+            f"so it was left out: call engine.ema({decay}) before engine.load() to go on with it"
+        )
 
 
 def require_decay(decay: float) -> float:

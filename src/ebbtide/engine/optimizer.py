@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from ebbtide.config import OptimizerConfig
-from ebbtide.errors import ConfigError, UnsupportedError, nearest
+from ebbtide.errors import ConfigError, UnsupportedError, nearest, warn_user
 from ebbtide.kernels import require_settings
 from ebbtide.update_rules import MEAN_NOTHING, RuleFacts
 
@@ -93,7 +92,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The param groups. The state is in chunks, and a file that is written without it trains on as another run."""
-        warnings.warn(f"engine.optimizer.state_dict() {NO_MOMENTS}", stacklevel=2)
+        warn_user(f"engine.optimizer.state_dict() {NO_MOMENTS}")
         return super().state_dict()
 
     def join(self, handed: torch.optim.Optimizer) -> None:
@@ -105,7 +104,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         own = weakref.ref(self)
 
         def saved(_: torch.optim.Optimizer) -> None:
-            warnings.warn(f"{type(handed).__name__}.state_dict() {NO_MOMENTS}", stacklevel=4)
+            warn_user(f"{type(handed).__name__}.state_dict() {NO_MOMENTS}")
 
         def loaded(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             engines = own()

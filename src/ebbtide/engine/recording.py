@@ -112,16 +112,18 @@ class Recording:
     # -- what the loop says ---------------------------------------------------------------------------
 
     def add(self, **facts: Any) -> None:
-        """Has something to say of the last step: its line is written with it."""
+        """Has something to say of the last step, until something happens after it."""
         _refuse(facts, OWN, "add")
-        if self._line is None:
-            return
-        self._journal.turn_to(RECORDING)
-        try:
+        if self._line is not None:
             self._line |= facts
-            self._write_line()
-        finally:
-            self._journal.turn_to(LOOP)
+        elif self._writer is not None:
+            when = (
+                "no step has ended yet" if self._last is None else "the last step's line is written already"
+            )
+            warn_user(
+                f"recording.add({', '.join(facts)}): {when}, so it is lost: add after engine.step(), and before "
+                "recording.mark()"
+            )
 
     def mark(self, event: str, /, **facts: Any) -> None:
         """Something happened after the last step: "evaluated", "checkpoint", or what you like."""

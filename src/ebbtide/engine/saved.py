@@ -13,7 +13,7 @@ from ebbtide.checkpoint.export import export
 from ebbtide.checkpoint.folders import is_run, step_of
 from ebbtide.checkpoint.saving import Saver, checkpoints
 from ebbtide.checkpoint.weight_files import WeightFiles
-from ebbtide.engine.average import Average
+from ebbtide.engine.average import Average, warn_of_lost
 from ebbtide.engine.core import EngineCore
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
 from ebbtide.memory.journal import SAVING
@@ -72,8 +72,10 @@ class Checkpointing:
         if facts["ranks"] == (1 if ranks is None else ranks.size):
             resume.restore_random(state["random"])  # else each rank would draw the same
         self._core.mend()
+        stored = list(facts["tensors"])
         for average in session.averages:
-            average.loaded(list(facts["tensors"]))
+            average.loaded(stored)
+        warn_of_lost(stored, session.averages)
         return state["user"]
 
     def _read(

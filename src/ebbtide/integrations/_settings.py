@@ -26,12 +26,13 @@ def named_in(given: Given) -> set[str]:
 
 
 def with_precision(settings: Config, given: Given, told: str, where: str) -> Config:
-    """`told`: what the framework was told, in the engine's word; fp32 is what it says where it was told nothing."""
-    if "precision" not in named_in(given):
+    """`told`: what the framework was told, in the engine's word; fp32 is what it says where it was told nothing. A
+    `Config` always has a precision; nobody can tell whether the user named it."""
+    if not isinstance(given, Config) and "precision" not in named_in(given):
         return settings.with_({"precision": told})
     if told not in (settings.precision, "fp32"):
         raise ConfigError(
-            f"ebbtide['precision'] = {settings.precision!r}, {where} says {told!r}: leave one out"
+            f"ebbtide['precision'] = {settings.precision!r}, {where} says {told!r}: name the same, or leave one out"
         )
     return settings
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib.metadata import version
 
-from ebbtide.errors import UnsupportedError
+from ebbtide.errors import UnsupportedError, warn_user
 
 
 def require(package: str, oldest: tuple[int, int], newest: tuple[int, int]) -> None:
@@ -18,7 +17,6 @@ def require(package: str, oldest: tuple[int, int], newest: tuple[int, int]) -> N
             f"pip install -U {package}"
         )
     if found > newest:
-        warnings.warn(
-            f"{package} {installed} is newer than {newest[0]}.{newest[1]}, the newest that ebbtide was tested with",
-            stacklevel=3,
+        warn_user(
+            f"{package} {installed} is newer than {newest[0]}.{newest[1]}, the newest that ebbtide was tested with"
         )

@@ -11,7 +11,6 @@ module without one evaluates within the same budgets.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,7 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine
-from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError, warn_user
 from ebbtide.integrations import _accelerate as private
 from ebbtide.integrations._models import FirstCall, give_back, holder, mark_prepared, take
 from ebbtide.integrations._refused import refuse_launched, refuse_placed
@@ -165,10 +164,9 @@ class Accelerator(accelerate.Accelerator):
                 "a model that was prepared without its optimizer is called to be trained, on several ranks: give "
                 "prepare its optimizer, too"
             )
-        warnings.warn(
+        warn_user(
             "a model that was prepared without its optimizer is called to be trained: PyTorch runs it, outside the "
-            "budgets. Give prepare its optimizer, too; if it only evaluates, call eval() on it",
-            stacklevel=5,
+            "budgets. Give prepare its optimizer, too; if it only evaluates, call eval() on it"
         )
         module.to(self.device)
 
@@ -226,7 +224,10 @@ class Accelerator(accelerate.Accelerator):
         return engine.clip_grad_norm_(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        raise UnsupportedError("clip_grad_value_: the engine clips by the global norm; use clip_grad_norm_")
+        raise UnsupportedError(
+            "clip_grad_value_: the engine clips by value while it updates: leave the call out, and give "
+            "ebbtide={'clip_value': ...}"
+        )
 
     # -- state ----------------------------------------------------------------------------------------
 

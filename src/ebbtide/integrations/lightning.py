@@ -66,7 +66,8 @@ class EbbtidePrecision(Precision):
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
         raise UnsupportedError(
-            "gradient_clip_algorithm='value': the engine clips by the global norm, say 'norm'"
+            "gradient_clip_algorithm='value': the engine clips by value while it updates: leave gradient_clip_val out, "
+            "and give EbbtideStrategy({'clip_value': ...})"
         )
 
 

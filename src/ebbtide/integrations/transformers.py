@@ -10,7 +10,6 @@ clipping and precision come from TrainingArguments; `ebbtide=` has budgets and e
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from ebbtide.config import Config
 from ebbtide.engine import Engine
-from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.errors import ConfigError, UnsupportedError, warn_user
 from ebbtide.integrations import _transformers as private
 from ebbtide.integrations._models import give_back, holder, mark_prepared, take
 from ebbtide.integrations._recording import RecordedRun
@@ -101,9 +100,8 @@ class Mixin(_Base):
             self.engine.close()  # hyperparameter search builds another model
         if self.engine is not None and self.engine.closed:
             if holder(module) is not None and self.engine.steps:
-                warnings.warn(
-                    "another Trainer took the model from this one, whose moments begin anew; a checkpoint keeps them",
-                    stacklevel=2,
+                warn_user(
+                    "another Trainer took the model from this one, whose moments begin anew; a checkpoint keeps them"
                 )
             self.engine = self.optimizer = None
         if self.engine is None:

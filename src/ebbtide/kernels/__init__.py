@@ -1,7 +1,6 @@
 """Updates, gradient sums, master weights, copies: the operations that give the same bits on every device."""
 
-import warnings
-
+from ebbtide.errors import warn_user
 from ebbtide.kernels.base import BLOCK, Decision, Guarded, Kernels, Operands, Scaling
 from ebbtide.kernels.cpu import NativeKernels
 from ebbtide.kernels.fallback import FallbackKernels
@@ -43,8 +42,6 @@ def gpu_kernels() -> Kernels:
     try:
         from ebbtide.kernels.gpu import TritonKernels
     except ImportError as error:
-        warnings.warn(
-            f"ebbtide runs its GPU kernels through plain torch: {error}", RuntimeWarning, stacklevel=2
-        )
+        warn_user(f"ebbtide runs its GPU kernels through plain torch: {error}")
         return FallbackKernels()
     return TritonKernels()

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,11 +141,11 @@ def load() -> ctypes.CDLL | None:
     try:
         return KERNELS.load()
     except (BuildError, OSError) as error:
-        warnings.warn(
+        from ebbtide.errors import warn_user  # not above: setup.py loads this file alone
+
+        warn_user(
             f"ebbtide updates parameters through plain torch, about ten times as slow: {error}\n"
-            "Install a C++ compiler and run `python -m ebbtide.kernels.compiler`.",
-            RuntimeWarning,
-            stacklevel=3,
+            "Install a C++ compiler and run `python -m ebbtide.kernels.compiler`."
         )
         return None
 

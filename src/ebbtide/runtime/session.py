@@ -38,6 +38,8 @@ MANY = 256
 class Averaged(Protocol):
     """An average of the weights."""
 
+    label: str
+
     def parts(self) -> Iterator[Any]: ...
 
     def stepped(self) -> None: ...

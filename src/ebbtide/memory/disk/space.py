@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 
 from ebbtide.devices.device import Event
 from ebbtide.devices.pool import map_memory
-from ebbtide.errors import ConfigError, StateError
+from ebbtide.errors import ConfigError, StateError, warn_user
 from ebbtide.memory.disk.checksums import Checksums, whole_blocks
 from ebbtide.memory.disk.data_files import DataFile, Folder, SystemIO
 from ebbtide.memory.disk.extents import BLOCK, Extent, Extents
@@ -259,10 +258,9 @@ def _create(folders: list[Folder], size: int, io: SystemIO) -> list[DataFile]:
     files = [folder.create(share, probe) for folder, share in zip(folders, shares, strict=True)]
     buffered = [str(folder.path) for folder in folders if folder.data and not folder.data.direct]
     if buffered:
-        warnings.warn(
+        warn_user(
             f"ssd.folder: no direct access (O_DIRECT) in {', '.join(buffered)}: what is written there passes "
-            "through the page cache, which takes host memory and time; a folder on ext4 or xfs has it",
-            stacklevel=3,
+            "through the page cache, which takes host memory and time; a folder on ext4 or xfs has it"
         )
     return files
 

@@ -62,9 +62,11 @@ class HeldGradient(torch.Tensor):
             return f"HeldGradient(size={tuple(args[0].shape)}, dtype={args[0].dtype})"
         raise StateError(
             f"{name_of(func)} wants the gradient of a parameter whose gradients the engine holds. To clip: "
-            "engine.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_, or `clip`. To look at it: "
-            "with engine.gradients(name). To update: engine.step(), for another optimizer or a GradScaler would find "
-            'nothing to do (precision = "fp16" has a loss scale of its own). Nothing was changed'
+            "engine.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_, or the setting `clip`; by "
+            "value: the setting `clip_value`. To look at it: with engine.gradients(name). To change it: a hook "
+            "(parameter.register_hook). To drop all: engine.optimizer.zero_grad(). To update: engine.step(); another "
+            "optimizer or a GradScaler finds nothing to do "
+            '(precision = "fp16" has a loss scale of its own). Nothing was changed'
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from ebbtide.devices import Backend
+from ebbtide.errors import warn_user
 from ebbtide.planner.record import Record
 from ebbtide.runtime.gradients.destinations import InPlaceGradients
 from ebbtide.runtime.parameters.binding import ModelData
@@ -223,9 +223,8 @@ class SymbolicPasses:
         for held in escapes.find():
             if held not in self._told:
                 self._told.add(held)
-                warnings.warn(
+                warn_user(
                     f"forward, or a hook, keeps a tensor of a pass that was only imagined, which has no values: {held}. "
                     "Keep it where the engine can put it back (an attribute of the module), or keep it only "
-                    "`if not ebbtide.imagining()`",
-                    stacklevel=2,
+                    "`if not ebbtide.imagining()`"
                 )

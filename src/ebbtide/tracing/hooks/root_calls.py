@@ -9,7 +9,6 @@ a module has the mark of torch's FSDP, so the engine's modules have it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from ebbtide.devices.real_memory import unreal
-from ebbtide.errors import UnsupportedError
+from ebbtide.errors import UnsupportedError, warn_user
 from ebbtide.tracing.hooks.compiled import has_compiler
 
 MARK = "_is_fsdp_managed_module"
@@ -85,10 +84,9 @@ class RootCalls:
         return (self._disabled or self._begin)(*args, **kwargs)
 
     def _refuse_compiling(self, *_: Any, **__: Any) -> None:
-        warnings.warn(
+        warn_user(
             "module.compile(): the engine's module runs as it is written, not compiled: its weights come and go between "
-            "one module and the next, which compiled code does not show. Leave the call out to be rid of this warning",
-            stacklevel=2,
+            "one module and the next, which compiled code does not show. Leave the call out to be rid of this warning"
         )
 
     def _refuse_replicas(self) -> NoReturn:
