@@ -98,7 +98,8 @@ class HostConfig(Section):
     path: ClassVar[str] = "host"
 
     memory: Annotated[int | Auto, size(least=0)] = "auto"
-    """RAM beside the device, for all ranks of the machine together. `auto`: most of what is free."""
+    """RAM beside the device, for all ranks of the machine together. `auto`: most of what is free; on a CPU, where device
+    and host are the same RAM, what `device.memory` leaves, and 0 where that is not set."""
 
 
 @dataclass(frozen=True)

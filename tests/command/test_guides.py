@@ -230,9 +230,7 @@ def _on_a_rank(number: int, text: str) -> int:
         names["stage_index"] = mesh["pp"].get_local_rank()
         names["example_input"] = names["example_output"] = torch.zeros(1, 16)
         names["config"] = {"precision": "fp32"}
-        text = text.replace("schedule.step(batch)", "schedule.step(*given, target=target)")
-        names["given"] = () if names["stage_index"] else (torch.ones(8, 16),)
-        names["target"] = torch.zeros(8, 16) if names["stage_index"] else None
+        names |= {"batch": torch.ones(8, 16), "target": torch.zeros(8, 16)}
     exec(compile(text, "docs/guides/other-parallelism.md", "exec"), names)
     steps = names["engine"].steps
     names["engine"].close()

@@ -5,8 +5,8 @@
     accelerator = Accelerator(ebbtide={"device": {"memory": "20GB"}})
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-The loop stays as it is. `prepare` takes a module with its torch.optim.AdamW or Adam, at once or one after the other; a
-module without one evaluates within the same budgets.
+The loop stays as it is. `prepare` takes a module with its torch.optim.AdamW, Adam or SGD, at once or one after the
+other; a module without one evaluates within the same budgets.
 """
 
 from __future__ import annotations

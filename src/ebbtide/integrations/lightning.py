@@ -4,9 +4,10 @@
 
     trainer = Trainer(strategy=EbbtideStrategy({"device": {"memory": "20GB"}}), gradient_clip_val=1.0)
 
-One optimizer (torch.optim.AdamW or Adam). `training_step` and the other steps are the passes; with manual optimization a
-call of the module, `self(batch)`, is one. A checkpoint is Lightning's file, for `load_from_checkpoint` anywhere, and a
-folder beside it with the rest. With several devices, or under torchrun, ranks share the chunks.
+One optimizer (torch.optim.AdamW, Adam or SGD). `training_step` and the other steps are the passes; with manual
+optimization a call of the module, `self(batch)`, is one. A checkpoint is Lightning's file, for
+`load_from_checkpoint` anywhere, and a folder beside it with the rest. With several devices, or under torchrun, ranks
+share the chunks.
 """
 
 from __future__ import annotations
