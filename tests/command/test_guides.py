@@ -29,7 +29,6 @@ def _smaller(text: str, folder: Path) -> str:
     text = text.replace(
         "n_layer=48, n_embd=1600, n_head=25", "n_layer=2, n_embd=64, n_head=4, vocab_size=512"
     )
-    text = text.replace("resume_from_checkpoint=True", "resume_from_checkpoint=None")
     return text.replace('("run", bf16=True', f'("run", use_cpu={not torch.cuda.is_available()}, bf16=True')
 
 
