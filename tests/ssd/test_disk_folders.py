@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,14 +162,13 @@ def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
     (folder / "ebbtide-1-00000000000b.data").symlink_to(folder / "notes.data")
     before = stored(folder)
     holder = run(
-        "space = DiskSpace([folder], 1 << 20)\nprint('open', flush=True)\n"
-        "if os.fork() == 0: time.sleep(30)\ntime.sleep(30)",
+        "space = DiskSpace([folder], 1 << 20)\nif os.fork() == 0: time.sleep(60)\n"
+        "print('open', flush=True)\ntime.sleep(60)",
         folder,
         start_new_session=True,
     )
     try:
         assert holder.stdout and holder.stdout.readline() == "open\n"
-        time.sleep(0.1)
         # The child lives on, and must not keep the folder.
         holder.kill()
         holder.wait()
