@@ -279,7 +279,8 @@ def test_bad_input_is_refused(train: Command, text: str, tmp_path: Path, case: s
     assert (status, out) == (2, "")
     assert "Traceback" not in err
     assert [fragment for fragment in fragments if fragment not in err] == []
-    assert len(err.splitlines()) == 1
+    said = [line for line in err.splitlines() if not line.endswith("...")]  # what takes long is told
+    assert len(said) == 1
 
 
 def test_after_a_refusal_the_process_goes_on(train: Command, small: str) -> None:
@@ -457,7 +458,7 @@ def test_told_to_end_it_saves_and_can_go_on(small: str, text: str, tmp_path: Pat
         [*arguments, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not (metrics.exists() and metrics.read_text().count("\n") > 3):
             assert time.monotonic() < deadline and run_.poll() is None
