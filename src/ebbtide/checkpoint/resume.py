@@ -131,7 +131,12 @@ def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
             f"load: the checkpoint has {len(found)} param_groups, expected {len(expected)}; pass the same to "
             "initialize()"
         )
-    _check_rule(session.updates.rule, facts)
+    other = _other_rule(session.updates.rule, facts)
+    if other:
+        raise ConfigError(
+            f"load: the checkpoint is of another update rule: {other}. Set optimizer.name as it was, or take the "
+            "weights alone: engine.load_weights(folder)"
+        )
     for place, (saved, own) in enumerate(zip(found, expected, strict=True)):
         odd = sorted(set(saved["params"]) ^ set(own["params"]))
         if odd:
@@ -141,27 +146,17 @@ def check(session: Session, groups: Groups, facts: Mapping[str, Any]) -> None:
             )
 
 
-def _check_rule(rule: Rule, facts: Mapping[str, Any]) -> None:
-    """A checkpoint that does not name its rule, for it is older, is told by its settings and its state."""
+def _other_rule(rule: Rule, facts: Mapping[str, Any]) -> str:
+    """What tells that the checkpoint is of another one; an older checkpoint does not name its rule."""
+    name = facts.get("rule", rule.name)
     missing = [key for key in rule.settings for saved in facts["groups"] if key not in saved["settings"]]
     kinds = {key.partition("/")[0] for key in facts["tensors"]} - set(rule.states)
     odd = sorted(kinds & {kind for known in UPDATE_RULES.values() for kind in known.states})
-    name = facts.get("rule")
-    if name == rule.name or (name is None and not missing and not odd):
-        return
-    if name is not None:
-        said, was = (
-            f"it was made with {name!r}, the engine has {rule.name!r}",
-            f"optimizer.name = {name!r}, as it was",
-        )
-    elif missing:
-        said, was = f"it has no {missing[0]!r}, which {rule.name} reads", "optimizer.name as it was"
-    else:
-        said, was = f"it has {odd[0]}, which {rule.name} does not know", "optimizer.name as it was"
-    raise ConfigError(
-        f"load: the checkpoint is of another update rule: {said}. Set {was}, or take the weights alone: "
-        "engine.load_weights(folder)"
-    )
+    if name != rule.name:
+        return f"it was made with optimizer.name = {name!r}, the engine has {rule.name!r}"
+    if missing:
+        return f"it has no {missing[0]!r}, which {rule.name} reads"
+    return f"it has {odd[0]}, which {rule.name} does not know" if odd else ""
 
 
 def restore(session: Session, groups: Groups, scaler: LossScaler | None, facts: Mapping[str, Any]) -> int:

@@ -27,7 +27,7 @@ def named_in(given: Given) -> set[str]:
 
 def with_precision(settings: Config, given: Given, told: str, where: str) -> Config:
     """`told`: what the framework was told, in the engine's word; fp32 is what it says where it was told nothing. A
-    `Config` always has a precision; nobody can tell whether the user named it."""
+    `Config` always has a precision, named by the user or not."""
     if not isinstance(given, Config) and "precision" not in named_in(given):
         return settings.with_({"precision": told})
     if told not in (settings.precision, "fp32"):
