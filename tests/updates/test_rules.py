@@ -213,6 +213,31 @@ def test_one_that_does_not_name_its_rule_is_refused_by_its_state(
         second.close()
 
 
+def test_one_that_lacks_a_setting_of_its_rule_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded, the step would read this engine's own: another training than the one that was saved."""
+    first, second = stepped("lion"), stepped("lion")
+    of = resume.facts_of
+
+    def without(*given: Any) -> dict[str, Any]:
+        facts = of(*given)
+        for group in facts["groups"]:
+            del group["settings"]["betas"]
+        return facts
+
+    monkeypatch.setattr(resume, "facts_of", without)
+    try:
+        first.save(tmp_path)
+        before = second.weights_sha256()
+        with pytest.raises(ConfigError, match="it has no 'betas', which lion reads"):
+            second.load(tmp_path)
+        assert second.weights_sha256() == before
+    finally:
+        first.close()
+        second.close()
+
+
 def stepped(rule: str) -> ebbtide.Engine:
     engine = ebbtide.initialize(zoo.build("gpt2"), config_of(optimizer={"name": rule, "lr": 1e-3}))
     engine.backward(engine(**zoo.ZOO["gpt2"].batch(0)).loss)
