@@ -455,6 +455,8 @@ class Faulty(shards.SystemIO):
     def fallocate(self, file: int, size: int) -> None:
         if self.fault == "no room":
             raise OSError(errno.ENOSPC, "No space left on device")
+        if self.fault == "no fallocate":
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         super().fallocate(file, size)
 
     def pwritev(self, file: int, buffers: Any, offset: int) -> int:
@@ -491,7 +493,7 @@ def test_a_full_disk_leaves_the_old_one_and_training_goes_on(
     engine.close()
 
 
-@pytest.mark.parametrize("fault", ["short", "odd", "refuse"])
+@pytest.mark.parametrize("fault", ["short", "odd", "refuse", "no fallocate"])
 def test_short_writes_and_file_systems_without_direct_access(
     fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

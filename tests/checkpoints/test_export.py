@@ -89,6 +89,25 @@ def test_several_files_then_fewer(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_other_files_of_the_user_stay(tmp_path: Path) -> None:
+    """Whatever they are called: only what an export before has written goes."""
+    theirs = [
+        "model_ema.safetensors",
+        "model-best.safetensors",
+        "model.fp16.safetensors",
+        "models.safetensors",
+    ]
+    for name in (*theirs, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(b"somebody's")
+    engine = trained("gpt2")
+    engine.export(tmp_path)
+    engine.close()
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == sorted(
+        [*theirs, "model.safetensors"]
+    )
+    assert all((tmp_path / name).read_bytes() == b"somebody's" for name in theirs)
+
+
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     engine = trained("gpt2", device={"memory": 1_700_000}, host={"memory": "64MB"})
     engine.export(folder)

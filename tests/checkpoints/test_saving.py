@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import ebbtide
 import zoo
-from ebbtide.checkpoint import dcp_planners, saving, shards
+from ebbtide.checkpoint import dcp_planners, folders, saving, shards
 from ebbtide.checkpoint.folders import INDEX, SPARE, RunFolder
 from ebbtide.errors import DiskError, StateError
 from group import group_of
@@ -273,6 +273,25 @@ def test_a_spare_that_somebody_has_locked_is_left_alone(folder: Path) -> None:
     with run.writing(2) as (partial, _):
         (partial / INDEX).write_text("{}")
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_a_folder_that_another_program_has_locked_is_waited_for_and_it_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "SILENCE", 0.2)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    said = threading.Event()
+    monkeypatch.setattr(folders, "warn_user", lambda message: (said.set(), messages.append(message)))
+    messages: list[str] = []
+    giver = threading.Thread(target=lambda: (said.wait(60), os.close(lock)))
+    giver.start()
+    with RunFolder(folder).writing(1) as (partial, _):
+        (partial / INDEX).write_text("{}")
+    giver.join()
+    assert messages == [f"save: another process has locked {folder}; waiting until it gives it back"]
+    assert [path.name for path in RunFolder(folder).complete()] == ["step-00000001"]
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------

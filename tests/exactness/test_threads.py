@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,46 @@ def test_who_comes_while_another_is_inside_is_refused(memory: int | str) -> None
         shas.append(engine.weights_sha256())
         engine.close()
     assert shas[0] == shas[1]
+
+
+@pytest.mark.parametrize("what", ["save", "load", "export"])
+def test_no_step_while_another_thread_saves_or_loads(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a checkpoint would be of no step: its first half from before, its last from after."""
+    engine = engine_of(60_000)
+    step(engine, 0)
+    engine.save(tmp_path)
+    sha = engine.weights_sha256()
+    inside, go_on = threading.Event(), threading.Event()
+    drain = engine._session.queue.drain
+
+    def waits() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(60)
+        drain()
+
+    monkeypatch.setattr(engine._session.queue, "drain", waits)
+    thread = threading.Thread(target=getattr(engine, what), args=(tmp_path,))
+    thread.start()
+    assert inside.wait(60)
+    deeds: list[Callable[[], Any]] = [
+        lambda: step(engine, 1),
+        lambda: engine.save(tmp_path),
+        engine.state_dict,
+    ]
+    for deed in deeds:
+        with pytest.raises(StateError, match=r"another thread is in .* a save or a load .*background=True"):
+            deed()
+    go_on.set()
+    thread.join(60)
+    assert engine.weights_sha256() == sha
+    step(engine, 1)
+    assert engine.weights_sha256() != sha
+    engine.load(tmp_path)
+    assert engine.weights_sha256() == sha
+    engine.close()
 
 
 def test_an_exception_ends_the_turn() -> None:

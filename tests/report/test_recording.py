@@ -239,6 +239,25 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     RunWriter(tmp_path).close()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_one_folder_takes_recordings_and_checkpoints(background: bool, tmp_path: Path) -> None:
+    """In either order, and in turn; nobody waits for the other's lock."""
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    engine.save(tmp_path)
+    engine.record(tmp_path)
+    for step in range(2):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+        engine.save(tmp_path, background=background)
+        engine.wait_for_save()
+    engine.close()
+    assert [line["step"] for line in lines(tmp_path) if "event" not in line] == [1, 2]
+    again = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    again.record(tmp_path)
+    again.load(tmp_path)
+    again.close()
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written to"):

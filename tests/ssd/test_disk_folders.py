@@ -45,6 +45,24 @@ def test_no_space_is_found_at_once(folder: Path) -> None:
     assert stored(folder) == []
 
 
+def test_a_file_has_its_blocks_before_it_is_written(folder: Path) -> None:
+    space = DiskSpace([folder], 64 * BLOCK)
+    (data,) = folder.glob("*.data")
+    assert data.stat().st_blocks * 512 >= 64 * BLOCK == data.stat().st_size
+    space.close()
+
+
+def test_a_file_system_that_gives_no_blocks_ahead_has_them_by_writing(folder: Path) -> None:
+    class Without(SystemIO):
+        def fallocate(self, file: int, size: int) -> None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    space = DiskSpace([folder], 64 * BLOCK, io=Without())
+    (data,) = folder.glob("*.data")
+    assert data.stat().st_blocks * 512 >= 64 * BLOCK == data.stat().st_size
+    space.close()
+
+
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
 @pytest.mark.parametrize("name", [LOCK, ".data"])
 def test_a_folder_that_cannot_be_written_to(folder: Path, code: int, name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,8 @@ from ebbtide.runtime.parameters.binding import dense
 from ebbtide.runtime.session import Session
 
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
+OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+"""What an export writes; a user's `model_ema.safetensors` beside it is not."""
 LARGEST = 2 << 30
 """Bytes of a file, but for a tensor that is larger."""
 
@@ -140,7 +143,9 @@ class _Export:
     def finish(self) -> None:
         """Everything gets its name; what an export before left under other names goes."""
         folder, module = self._folder, self._session.module
-        old = [path for path in folder.glob("model*.safetensors") if path.name not in self._names]
+        old = [
+            path for path in folder.iterdir() if OURS.fullmatch(path.name) and path.name not in self._names
+        ]
         for path, name in zip(self.aside, self._names, strict=True):
             os.replace(path, folder / name)
         if len(self._names) > 1:

@@ -18,11 +18,12 @@ import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ebbtide.errors import ConfigError, DiskError
+from ebbtide.errors import ConfigError, DiskError, warn_user
 
 LATEST = "latest"
 INDEX = "index.json"
@@ -31,6 +32,10 @@ NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 PART = re.compile(r"part-\d+-of-(\d+)")
 SHARD = re.compile(r"rank-\d{5,}\.bin")
 PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
+SILENCE = 10.0
+"""Seconds that a save waits for a folder that is locked before it says so."""
+LOOK = 0.05
+"""Seconds between two looks."""
 
 
 class RunFolder:
@@ -85,7 +90,7 @@ class RunFolder:
         wait_for_removals()
         everybody = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(everybody, fcntl.LOCK_EX)
+            self._wait_for_others(everybody)
             self._clean()
             taken = self._take_spare()
             if taken is None:
@@ -95,6 +100,20 @@ class RunFolder:
             return taken
         finally:
             _unlock(everybody)
+
+    def _wait_for_others(self, number: int) -> None:
+        """Who begins a checkpoint has the lock for moments. Another program may hold it for longer: it is said then."""
+        begun, told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                pass
+            if not told and time.monotonic() > begun + SILENCE:
+                told = True
+                warn_user(f"save: another process has locked {self.path}; waiting until it gives it back")
+            time.sleep(LOOK)
 
     def _take_spare(self) -> tuple[Path, int] | None:
         """The spare, under another name and locked; not where somebody has locked it."""

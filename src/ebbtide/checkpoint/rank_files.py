@@ -18,7 +18,7 @@ from ebbtide.devices.cpu_device import Stream
 from ebbtide.devices.device import Event, wait_for_all
 from ebbtide.devices.pool import map_memory
 from ebbtide.memory.budget import SNAPSHOT, Ledger
-from ebbtide.memory.disk.data_files import SystemIO
+from ebbtide.memory.disk.data_files import NO_FALLOCATE, SystemIO
 from ebbtide.memory.disk.extents import BLOCK
 from ebbtide.memory.disk.vectors import view
 from ebbtide.units import round_up
@@ -46,8 +46,13 @@ class File:
             self.number = io.open(str(path), flags)
 
     def allocate(self, nbytes: int) -> None:
-        """What does not fit is found now; and blocks that a file has already are written faster."""
-        self._io.fallocate(self.number, nbytes)
+        """What does not fit is found now; and blocks that a file has already are written faster. Where a file system
+        cannot, what does not fit is found in writing."""
+        try:
+            self._io.fallocate(self.number, nbytes)
+        except OSError as error:
+            if error.errno not in NO_FALLOCATE:
+                raise
 
     def write(self, memory: Sequence[torch.Tensor], offset: int) -> None:
         """All of it, one after the other."""

@@ -86,8 +86,9 @@ class EngineCore:
         """One thread at a time."""
         if not self._turn.acquire(blocking=False):
             raise StateError(
-                "another thread is in a forward pass, a backward pass or a step of this engine, and passes of two would "
-                "mix their gradients: use it from one thread at a time, or give each an engine of its own"
+                "another thread is in a pass, a step, a save or a load of this engine, and the two would mix what they "
+                "read and write: use it from one thread at a time (engine.save(folder, background=True) writes beside "
+                "training), or give each an engine of its own"
             )
         try:
             yield

@@ -238,21 +238,25 @@ class Engine:
         whatever way: merged, averaged, through `.data`. What was changed counts, bit by bit, and nothing else."""
         return self._values.resident(write)
 
+    @alone
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights (master precision) and buffers under the module's own keys, on the host."""
         return self._values.state_dict()
 
+    @alone
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Takes weights and buffers by name; every key must be there and no other, unless `strict` is False. Returns
         what was missing and what was not known, as torch's own does."""
         return self._values.load_state_dict(state, strict)
 
+    @alone
     def weights_sha256(self) -> str:
         """Hash of the fp32 master weights in name order."""
         return self._values.weights_sha256()
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
+    @alone
     def save(
         self, path: str | Path, state: Any = None, *, keep: int | None = None, background: bool = False
     ) -> Path:
@@ -267,22 +271,26 @@ class Engine:
         """Until a checkpoint that is written in the background is there; raises where it could not be written."""
         self._checkpoints.wait_for_save()
 
+    @alone
     def load(self, path: str | Path) -> Any:
         """Takes over a checkpoint: one, or the latest of a run's folder. Returns the `state` that was saved with it. The
         model and the param groups are to be the same; budgets, layout, master and device may be others."""
         return self._checkpoints.load(path)
 
+    @alone
     def load_weights(self, folder: str | Path) -> None:
         """Takes weights in from a folder of safetensors files, as `save_pretrained` writes them, or from an engine's
         checkpoint: weights and buffers alone, no moments, steps or random numbers. Nothing is changed until names and
         shapes are found right."""
         self._checkpoints.load_weights(folder)
 
+    @alone
     def ema(self, decay: float) -> Average:
         """An average of the weights from now on: at every step `decay` of what it was, and the rest of what they are. It
         is saved with the rest, takes 4 bytes a parameter, and changes places with the weights in `swapped_in()`."""
         return self._checkpoints.ema(decay)
 
+    @alone
     def export(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Writes the weights as `save_pretrained` does: safetensors and their index, with the module's config, for
         `from_pretrained`. `dtype`: of floating tensors; left out, that of the module."""

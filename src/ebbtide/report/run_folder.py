@@ -1,7 +1,8 @@
 """A run's folder as it is written: `run.json`, a line of `metrics.jsonl` for each step, a few steps in full.
 
 A file is replaced as a whole or gets whole lines, so a run that is killed leaves what it had. One writer at a time has
-the folder; the lock ends with its process.
+the folder. Its lock is on a file and not on the folder, which may hold checkpoints, too, and is locked by who saves one;
+it ends with its process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from ebbtide.devices.device import when_gone
@@ -29,6 +29,8 @@ from ebbtide.report.plain_files import (
     replace,
     step_files,
 )
+
+LOCK = ".recording.lock"
 
 
 class RunWriter:
@@ -117,14 +119,13 @@ def _kept_lines(path: Path, after: int) -> tuple[list[str], int]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder, as long as it is open."""
+    """A descriptor that holds the folder for who records, as long as it is open."""
     number = -1
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with NamedTemporaryFile(dir=folder):
-            return number
+        return number
     except BlockingIOError:
         os.close(number)
         raise ConfigError(

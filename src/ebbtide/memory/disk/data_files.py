@@ -8,6 +8,7 @@ folder. A forked child shares the lock and must not outlive its parent with it: 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -30,6 +31,21 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
+"""Of a file system that cannot give a file its blocks ahead of writing, as NFS before 4.2."""
+
+
+def _libc_fallocate() -> Any:
+    """fallocate(2), which Python has not; None where the system has not, either."""
+    try:
+        found = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return found
+
+
+_FALLOCATE = _libc_fallocate()
 
 
 class SystemIO:
@@ -39,6 +55,17 @@ class SystemIO:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def fallocate(self, file: int, size: int) -> None:
+        """Raises one of NO_FALLOCATE where the file system cannot. Not libc's posix_fallocate: it writes a byte of each
+        block then, and cannot where the file is open for direct transfers."""
+        if _FALLOCATE is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        while _FALLOCATE(file, 0, 0, size):
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
+
+    def fill(self, file: int, size: int) -> None:
+        """What `fallocate` does, by writing; not on a file that is open for direct transfers."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
         else:
@@ -81,10 +108,15 @@ class DataFile:
 
     def _preallocate(self, folder: Folder) -> None:
         with folder.refusals(self.path):
-            # Not opened for direct access: where a file system cannot preallocate, libc writes single bytes.
+            # Not opened for direct access, see `SystemIO.fill`.
             number = self._io.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            self._io.fallocate(number, self.size)
+            try:
+                self._io.fallocate(number, self.size)
+            except OSError as error:
+                if error.errno not in NO_FALLOCATE:
+                    raise
+                self._io.fill(number, self.size)
         except BaseException as error:
             _unlink(self.path)
             self._io.close(number)  # gives back what was got, so that what is free can be told
