@@ -138,6 +138,72 @@ def test_it_goes_on_from_a_stock_checkpoint(tmp_path: Path) -> None:
     trainer.strategy.close()
 
 
+class Killed(BaseException):
+    """As if the process had ended there."""
+
+
+@pytest.mark.parametrize("after", ["the engine's part", "the file"])
+def test_a_save_that_ended_half_way_leaves_the_one_before(
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`last.ckpt` is written again and again; file and folder are of one step at any time."""
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=0, save_last=True)
+    calls: list[Any] = []
+    stock = pl.strategies.Strategy.save_checkpoint
+
+    def ends(self: Any, *given: Any) -> None:
+        if after == "the file":
+            stock(self, *given)
+        calls.append(given)
+        if len(calls) == 4:
+            raise Killed
+        if after != "the file":
+            stock(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pl.strategies.Strategy, "save_checkpoint", ends)
+        with pytest.raises(Killed):
+            fitted(tmp_path, True, callbacks=[kept])
+    last = str(tmp_path / "kept" / "last.ckpt")
+    saved = torch.load(last, weights_only=False)
+    learner, trainer = Learner(), trainer_of(tmp_path / "again", True, max_steps=saved["global_step"] + 1)
+    trainer.fit(learner, loader(30), ckpt_path=last)
+    assert trainer.strategy.engine.steps == trainer.global_step == saved["global_step"] + 1
+    assert saved["global_step"] == (4 if after == "the file" else 3)
+
+
+def test_a_linked_checkpoint_goes_on_and_a_file_without_its_folder_is_refused(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", save_last="link")
+    whole, _ = fitted(tmp_path, True, callbacks=[kept])
+    last = tmp_path / "kept" / "last.ckpt"
+    assert last.is_symlink()
+    _, trainer = fitted(tmp_path / "again", True, str(last), max_epochs=3)
+    assert trainer.strategy.engine.steps == trainer.global_step == 9
+    file = last.resolve()
+    alone = tmp_path / "alone.ckpt"
+    alone.write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match=r"alone.ckpt.ebbtide, which belongs to the file .* move both together"):
+        fitted(tmp_path / "alone", True, str(alone), max_epochs=3)
+
+
+class InTwoGroups(Learner):
+    def configure_optimizers(self) -> Any:
+        own = list(self.parameters())
+        return torch.optim.AdamW([{"params": own[:2]}, {"params": own[2:]}], lr=3e-3)
+
+
+def test_a_new_trainer_tests_a_checkpoint_whatever_its_groups(tmp_path: Path) -> None:
+    learner = InTwoGroups()
+    trainer_of(tmp_path, True, callbacks=[ModelCheckpoint(tmp_path / "kept")]).fit(learner, loader(30))
+    (file,) = (tmp_path / "kept").glob("*.ckpt")
+    found = []
+    for ours in (True, False):
+        fresh = InTwoGroups()
+        trainer = trainer_of(tmp_path / "fresh", ours)
+        found.append(trainer.validate(fresh, loader(8, 1000), ckpt_path=str(file), verbose=False)[0]["val_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     keeps = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}", monitor="train_loss", save_top_k=1)
     _, trainer = fitted(tmp_path / "run", True, callbacks=[keeps])

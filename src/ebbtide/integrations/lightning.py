@@ -22,6 +22,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ebbtide.checkpoint.folders import RunFolder
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
@@ -37,6 +38,8 @@ require("lightning", private.OLDEST, private.NEWEST)
 
 BESIDE = ".ebbtide"
 """After a checkpoint's file name: the folder with the engine's own state."""
+NAMED = "ebbtide"
+"""In a checkpoint's file: which of the folder's it belongs to."""
 
 
 class EbbtidePrecision(Precision):
@@ -251,9 +254,16 @@ class EbbtideStrategy(LightningRanks):
         return {"moments": f"in the folder beside this file that ends in {BESIDE}"}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint and self.engine is not None:  # not where weights alone are wanted
-            self.engine.save(_beside(filepath), keep=1)
+        """First the engine's part, then the file that names it. A process that ends between them leaves the file from
+        before, which may have the same path, with its own part."""
+        if "optimizer_states" not in checkpoint or self.engine is None:  # weights alone are wanted
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder = _beside(filepath)
+        part = self.engine.save(folder, keep=2)
+        super().save_checkpoint({**checkpoint, NAMED: part.name}, filepath, storage_options)
+        if self.is_global_zero:
+            RunFolder(folder).keep(1)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -261,16 +271,31 @@ class EbbtideStrategy(LightningRanks):
             shutil.rmtree(_beside(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._resumed = _beside(checkpoint_path)
+        self._resumed = _beside(Path(checkpoint_path).resolve())  # `save_last="link"` gives a link
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._resumed is not None and self._resumed.is_dir():
-            self.engine_there.load(self._resumed)
+        """Who does not train takes the weights alone, as in stock: its engine has no groups like those that were saved."""
+        states = checkpoint.get("optimizer_states", ())[:1]
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self.engine_there.load_state_dict(checkpoint["state_dict"], strict=strict)
+        elif states and "moments" in states[0]:
+            self.engine_there.load(self._own_part(checkpoint))
         else:
             self.engine_there.load_state_dict(checkpoint["state_dict"], strict=strict)
-            for state in checkpoint.get("optimizer_states", ())[:1]:  # of a stock checkpoint
+            for state in states:  # of a stock checkpoint
                 self.engine_there.optimizer.load_state_dict(state)
+
+    def _own_part(self, checkpoint: Mapping[str, Any]) -> Path:
+        """Of a file that was saved under this strategy. Older ones do not name it: it is the folder's latest."""
+        folder, name = self._resumed, checkpoint.get(NAMED, "")
+        if folder is None or not (folder / name).is_dir():
+            raise ConfigError(
+                f"ckpt_path: expected '{name or 'a checkpoint'}' in the folder {folder}, which belongs to the file and "
+                "has moments and steps, found none: move both together; or train on from the weights alone, with "
+                "Learner.load_from_checkpoint(file)"
+            )
+        return folder / name
 
 
 def _refuse_callbacks(callbacks: list[Any]) -> None:
