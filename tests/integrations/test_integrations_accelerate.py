@@ -117,6 +117,32 @@ def test_what_is_saved_goes_on_bit_for_bit(lora: bool, tmp_path: Path) -> None:
     again[0].free_memory()
 
 
+def test_one_folder_is_saved_to_again_and_a_save_that_ended_half_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `save_state("last")` in a loop: the newest alone stays, and no load mixes two steps."""
+    made = prepared(Accelerator)
+    folder = tmp_path / "last"
+    for _ in range(2):
+        epoch(*made)
+        made[0].save_state(str(folder))
+    assert len(list((folder / "ebbtide-0").glob("step-*"))) == 1
+    engine = made[0].engine_of(made[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        epoch(*made)
+        with pytest.raises(KeyboardInterrupt):
+            made[0].save_state(str(folder))
+    with pytest.raises(
+        ConfigError, match=r"into .*last did not come to its end, so its files are of two steps"
+    ):
+        made[0].load_state(str(folder))
+    made[0].save_state(str(folder))
+    made[0].load_state(str(folder))
+    assert engine.steps == 9
+    made[0].free_memory()
+
+
 def test_hooks_of_ones_own_save_and_load_models(tmp_path: Path) -> None:
     """As in scripts that write a folder for from_pretrained beside each state."""
     accelerator, model, *rest = prepared(Accelerator)

@@ -182,7 +182,9 @@ def test_a_linked_checkpoint_goes_on_and_a_file_without_its_folder_is_refused(tm
     file = last.resolve()
     alone = tmp_path / "alone.ckpt"
     alone.write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match=r"alone.ckpt.ebbtide, which belongs to the file .* move both together"):
+    with pytest.raises(
+        ConfigError, match=r"alone.ckpt.ebbtide, which belongs to the file .* move both together"
+    ):
         fitted(tmp_path / "alone", True, str(alone), max_epochs=3)
 
 
@@ -200,7 +202,9 @@ def test_a_new_trainer_tests_a_checkpoint_whatever_its_groups(tmp_path: Path) ->
     for ours in (True, False):
         fresh = InTwoGroups()
         trainer = trainer_of(tmp_path / "fresh", ours)
-        found.append(trainer.validate(fresh, loader(8, 1000), ckpt_path=str(file), verbose=False)[0]["val_loss"])
+        found.append(
+            trainer.validate(fresh, loader(8, 1000), ckpt_path=str(file), verbose=False)[0]["val_loss"]
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 

@@ -22,6 +22,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from ebbtide.checkpoint.folders import make_folder, write_synced
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError, warn_user
@@ -34,6 +35,8 @@ from ebbtide.integrations._versions import require
 
 require("accelerate", private.OLDEST, private.NEWEST)
 
+UNFINISHED = "ebbtide-unfinished"
+"""In a folder while it is saved to."""
 WHOLE = (
     "a model that is compiled as a whole hides its parts from the engine: leave it out, and compile blocks "
     'with ebbtide={"compile": "blocks"}'
@@ -238,6 +241,11 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Schedules, loaders, random numbers and registered objects as ever; each engine in a folder of its own."""
+        named = not self.project_configuration.automatic_checkpoint_naming
+        with self._marked(Path(output_dir) if named and output_dir is not None else None):
+            return self._save_state(output_dir, *args, **kwargs)
+
+    def _save_state(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
         hooks = list(self._save_model_state_pre_hook.values())
         with self._without_engines():
             folder = super().save_state(output_dir, *args, **kwargs)
@@ -250,11 +258,27 @@ class Accelerator(accelerate.Accelerator):
                 for hook in hooks:
                     hook(models, states, folder)
         for name, engine in self._by_folder():
-            engine.save(Path(folder) / name)
+            engine.save(Path(folder) / name, keep=1)
         return folder
+
+    @contextmanager
+    def _marked(self, folder: Path | None) -> Iterator[None]:
+        """A folder that is saved to again has files of two steps where this does not come to its end."""
+        marker = None if folder is None or not self.is_main_process else folder / UNFINISHED
+        if marker is not None:
+            make_folder(marker.parent, "save_state")
+            write_synced(marker, b"")
+        yield
+        if marker is not None:
+            marker.unlink()
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         folder = Path(input_dir) if input_dir is not None else self._latest()
+        if (folder / UNFINISHED).exists():
+            raise ConfigError(
+                f"load_state: the last save_state into {folder} did not come to its end, so its files are of two steps; "
+                "load another folder"
+            )
         for number, model in enumerate(self._models):
             if FirstCall.awaited(model) and (folder / f"ebbtide-{number}").is_dir():
                 self._take(model, None)  # it was in an engine, without an optimizer

@@ -181,7 +181,7 @@ class Mixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
-        self.engine.save(Path(output_dir) / FOLDER)
+        self.engine.save(Path(output_dir) / FOLDER, keep=1)
         if self.args.should_save:
             torch.save(MomentsAreInTheFolderEbbtide(), Path(output_dir) / private.OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / private.SCHEDULER)
