@@ -174,7 +174,7 @@ def test_a_save_that_ended_half_way_leaves_the_one_before(
 
 def test_a_linked_checkpoint_goes_on_and_a_file_without_its_folder_is_refused(tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", save_last="link")
-    whole, _ = fitted(tmp_path, True, callbacks=[kept])
+    fitted(tmp_path, True, callbacks=[kept])
     last = tmp_path / "kept" / "last.ckpt"
     assert last.is_symlink()
     _, trainer = fitted(tmp_path / "again", True, str(last), max_epochs=3)

@@ -275,7 +275,7 @@ class EbbtideStrategy(LightningRanks):
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Who does not train takes the weights alone, as in stock: its engine has no groups like those that were saved."""
+        """Who does not train takes the weights alone, as in stock: its engine has other groups than were saved."""
         states = checkpoint.get("optimizer_states", ())[:1]
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self.engine_there.load_state_dict(checkpoint["state_dict"], strict=strict)
