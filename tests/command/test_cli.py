@@ -17,6 +17,8 @@ from typer.main import get_command
 
 import ebbtide
 from ebbtide.cli.app import app, run, said_plainly
+from ebbtide.cli.data import load_text
+from ebbtide.errors import DiskError
 
 TINY = ["gpt2-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "vit-tiny"]
 FLAGS = """
@@ -381,6 +383,65 @@ def test_resuming_with_other_settings_says_so(train: Command, small: str, tmp_pa
     status, out, err = train(*flags, "--steps", "3", "--seed", "5", "--json")
     assert status == 0 and "--seed was 0" in err and "--steps was 2" in err
     assert json.loads(out.splitlines()[-1])["steps"] == 3
+
+
+def test_resuming_tells_settings_and_text_that_differ(train: Command, small: str, tmp_path: Path) -> None:
+    """And nothing where all is as it was."""
+    out = tmp_path / "run"
+    first = ("--model", small, "--out", str(out), "--save-every", "1", "--resume", "auto")
+    flags = ("--accumulate", "2", "--lr", "0.003", "--clip", "0.5")
+    train.json(*first, *flags)
+    status, _, err = train(*first, *flags)
+    assert status == 0 and "when the checkpoint was saved" not in err and "stays" not in err
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
+    config = tmp_path / "config.toml"
+    config.write_text("[optimizer]\nweight_decay = 0.5\n")
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 400)
+    status, _, err = train(*first, "--config", str(config), "--data", str(other))
+    assert status == 0
+    for said in (
+        "--accumulate was 2 when the checkpoint was saved, and is 1 now",
+        "--lr was 0.003 when",
+        "--clip was 0.5 when",
+        "optimizer.weight_decay stays 0.01, as in the checkpoint; 0.5 is not used",
+        "--data has other text than when the checkpoint was saved",
+    ):
+        assert f"ebbtide: {said}" in err, err
+
+
+def test_what_the_run_writes_is_no_text_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    before = load_text(str(tmp_path), tmp_path / "run").digest()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("numbers")
+    assert load_text(str(tmp_path), tmp_path / "run").digest() == before != load_text(str(tmp_path)).digest()
+
+
+def test_an_earlier_run_is_not_written_over(train: Command, small: str, tmp_path: Path) -> None:
+    flags = ("--model", small, "--out", str(tmp_path), "--save-every", "1")
+    train.json(*flags)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, err = train(*flags, "--seed", "1")
+    assert status == 2 and "up to step 2" in err and "--resume auto goes on with that run" in err, err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_could_not_write_its_model_writes_it_when_it_is_resumed(
+    train: Command, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--model", small, "--out", str(tmp_path), "--save-every", "1", "--resume", "auto")
+
+    def full(*_: Any) -> None:
+        raise DiskError("no space left", file="model.safetensors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ebbtide.engine.Engine.export", full)
+        status, _, err = train(*flags)
+    assert status == 2 and "no space left" in err and not (tmp_path / "model.safetensors").exists()
+    found = train.json(*flags)
+    assert found["steps"] == 2 and (tmp_path / "model.safetensors").stat().st_size
+    assert (tmp_path / "config.json").exists()
 
 
 def test_bad_checkpoint_flags(train: Command, small: str, tmp_path: Path) -> None:

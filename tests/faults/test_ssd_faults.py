@@ -256,6 +256,34 @@ def test_a_signal_waits_for_the_end_of_a_step() -> None:
     assert done == ["the step"] and signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_second_interrupt_of_a_run_that_saves_ends_it_in_the_step() -> None:
+    """There the first one only asks for the end, and the handler raises at the second."""
+    asked: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        asked.append(number)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    done = []
+    try:
+        with waiting():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            done.append("the step")
+        assert done == ["the step"] and len(asked) == 1
+        asked.clear()
+        with pytest.raises(KeyboardInterrupt), waiting():
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            done.append("too late")
+        assert done == ["the step"] and len(asked) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_between_a_request_and_its_event(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes when a write is under way that nobody has noted yet: closing waits for it."""
     io = FaultyIO()

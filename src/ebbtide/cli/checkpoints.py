@@ -16,18 +16,34 @@ from ebbtide.checkpoint.folders import RunFolder, find
 from ebbtide.cli.doing import doing
 from ebbtide.cli.loop import Step, Training
 from ebbtide.cli.output import say
+from ebbtide.cli.settings import CHECKPOINTS, CONFIG_KEYS
 from ebbtide.cli.signals import ENDING
+from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 
-FOLDER = "checkpoints"
+FLAGS = {key: flag for flag, key in CONFIG_KEYS.items()}
 AUTO = "auto"
 SAME = ("model", "data", "batch", "seq", "seed", "schedule", "steps")
 """Of the task: with another value a run does not go on as it would have."""
+SETTINGS = (
+    "precision",
+    "accumulate",
+    "clip",
+    "clip_value",
+    "updates",
+    "max_staleness",
+    "nonfinite",
+    "loss",
+    "compile",
+    "threads",
+    "optimizer.lr",
+)
+"""The same, of the config."""
 
 
 class Checkpoints:
     def __init__(self, training: Training, out: Path) -> None:
-        self._training, self._folder = training, out / FOLDER
+        self._training, self._folder = training, out / CHECKPOINTS
         self._last = len(training.history)
 
     def resume(self, wanted: str) -> dict[str, Any] | None:
@@ -47,11 +63,31 @@ class Checkpoints:
             ) from error
         self._last = self._training.resumed = len(self._training.history)
         self._say(f"resumed after step {self._last}, from {find(folder)}")
-        for name, value in asdict(self._training.task).items():
-            if name in SAME and task[name] != value:
-                print(f"ebbtide: --{name} was {task[name]!r} when the checkpoint was saved", file=sys.stderr)
+        self._tell_what_differs(task, state)
         result: dict[str, Any] | None = state["result"]
         return result if result is not None and self._last >= self._training.task.steps else None
+
+    def _tell_what_differs(self, task: dict[str, Any], state: dict[str, Any]) -> None:
+        """Older checkpoints know neither settings nor text."""
+        config, found = self._training.config, []
+        for name, value in asdict(self._training.task).items():
+            if name in SAME and task[name] != value:
+                found.append(f"--{name} was {task[name]!r} when the checkpoint was saved")
+        now, before = _settings(config), state.get("settings", {})
+        for key, value in now.items():
+            if key not in before or before[key] == value:
+                continue
+            name = FLAGS.get(key, key)
+            if key in SETTINGS:
+                found.append(
+                    f"{name} was {before[key]!r} when the checkpoint was saved, and is {value!r} now"
+                )
+            else:
+                found.append(f"{name} stays {before[key]!r}, as in the checkpoint; {value!r} is not used")
+        if state.get("text") not in (None, self._training.text.digest()):
+            found.append("--data has other text than when the checkpoint was saved")
+        for line in found:
+            print(f"ebbtide: {line}", file=sys.stderr)
 
     def after(self, number: int) -> None:
         """A step is done."""
@@ -70,6 +106,8 @@ class Checkpoints:
             "history": [asdict(step) for step in training.history],
             "seconds": training.seconds,
             "result": result,
+            "settings": _settings(training.config),
+            "text": training.text.digest(),
         }
         with doing(f"saving step {done} to {self._folder}", silent=not training.world.first):
             saved = training.engine.save(self._folder, state, keep=training.task.keep)
@@ -104,3 +142,10 @@ class Checkpoints:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Those that numbers hang on. The optimizer's own, but for its learning rate, are the checkpoint's afterwards."""
+    rule = {f"optimizer.{key}": value for key, value in config.optimizer.settings.items()}
+    own = {key: getattr(config, key) for key in SETTINGS if "." not in key}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in (own | rule).items()}

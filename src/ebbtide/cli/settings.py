@@ -10,6 +10,8 @@ from ebbtide.config import Config
 from ebbtide.errors import ConfigError, nearest
 
 SIZE = "such as 24GB or 512MiB"
+CHECKPOINTS = "checkpoints"
+"""In --out."""
 
 CONFIG_KEYS = {
     "--precision": "precision",

@@ -24,11 +24,20 @@ def waiting() -> Iterator[None]:
         return
     handlers = {number: found for number in ENDING if callable(found := signal.getsignal(number))}
     told: list[int] = []
+    handled = 0
+
+    def handle(frame: FrameType | None) -> None:
+        """Each once, in the order in which they came: for some handlers only a second one is for now."""
+        nonlocal handled
+        while handled < len(told):
+            number = told[handled]
+            handled += 1
+            handlers[signal.Signals(number)](number, frame)
 
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
         if len(told) > 1:
-            handlers[signal.Signals(number)](number, frame)
+            handle(frame)
         elif number == signal.SIGINT:
             os.write(2, b"\nebbtide: ends after this step; once more: at once\n")
 
@@ -39,5 +48,4 @@ def waiting() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if told:
-        handlers[signal.Signals(told[0])](told[0], None)
+    handle(None)

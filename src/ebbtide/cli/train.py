@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from ebbtide.cli.settings import SIZE, TrainTask, configure, offloaded, one_of
+from ebbtide.cli.settings import CHECKPOINTS, SIZE, TrainTask, configure, offloaded, one_of
 from ebbtide.config import Config
 from ebbtide.errors import ConfigError
 from ebbtide.strict import read_file
@@ -113,6 +113,7 @@ def train(
         },
     )
     _check(model, data, out, resume)
+    from ebbtide.cli.data import load_text
     from ebbtide.cli.doing import doing
     from ebbtide.cli.loop import Training
     from ebbtide.cli.output import print_json, print_result
@@ -123,7 +124,7 @@ def train(
         if precision is None:
             settings = _in_fast_precision(settings, config)
         with doing(f"building {model}, and taking it into chunks", silent=not world.first):
-            training = Training(task, settings, world=world)
+            training = Training(task, settings, text=load_text(data, out), world=world)
         try:
             ours = settings.precision != asked
             quiet = json or not world.first
@@ -136,7 +137,7 @@ def train(
 
 def _check(model: str, data: str | None, out: Path | None, resume: str | None) -> None:
     """Names and paths, before torch is imported."""
-    from ebbtide.checkpoint.folders import find
+    from ebbtide.checkpoint.folders import RunFolder, find, step_of
     from ebbtide.cli.data import check_text
     from ebbtide.models.lookup import look_up
 
@@ -147,6 +148,11 @@ def _check(model: str, data: str | None, out: Path | None, resume: str | None) -
         find(resume)
     if out is not None:
         _open_folder(out)
+        if resume is None and (earlier := RunFolder(out / CHECKPOINTS).latest()) is not None:
+            raise ConfigError(
+                f"--out: {out} has the checkpoints of an earlier run, up to step {step_of(earlier)}, and those of a new "
+                "run would take their place; --resume auto goes on with that run, else choose another folder"
+            )
 
 
 def _in_fast_precision(settings: Config, file: Path | None) -> Config:
@@ -196,6 +202,11 @@ def _run(
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None
     if before is not None:
+        if (
+            out is not None
+        ):  # its model may not be there: the run may have ended before that, or lacked the room
+            with doing(f"writing the model to {out}", silent=not training.world.first):
+                training.engine.export(out, torch.float32)
         return before
     saving = out is not None and training.task.save_every > 0
     first = training.world.first
@@ -236,13 +247,12 @@ def _run(
 
 def _say_where(training: Training, out: Path | None, saving: bool, complete: bool) -> None:
     """Why the result is short, and where everything is."""
-    from ebbtide.cli.checkpoints import FOLDER
     from ebbtide.cli.output import say
 
     done, steps = len(training.history), training.task.steps
     if not complete:
         say(f"stopped by {training.ended} after step {done} of {steps}; --resume auto goes on from there")
     if out is not None:
-        checkpoints = f", checkpoints in {out / FOLDER}" if saving else ""
+        checkpoints = f", checkpoints in {out / CHECKPOINTS}" if saving else ""
         say(f"the model is in {out}, metrics in {out / 'metrics.jsonl'}{checkpoints}")
         say(f"`ebbtide report {out}` shows what the run did")

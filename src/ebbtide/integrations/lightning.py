@@ -276,8 +276,9 @@ class EbbtideStrategy(LightningRanks):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Who does not train takes the weights alone, as in stock: its engine has other groups than were saved."""
-        states = checkpoint.get("optimizer_states", ())[:1]
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        module, states = self.lightning_module, checkpoint.get("optimizer_states", ())[:1]
+        assert module is not None
+        if module.trainer.state.fn != TrainerFn.FITTING:
             self.engine_there.load_state_dict(checkpoint["state_dict"], strict=strict)
         elif states and "moments" in states[0]:
             self.engine_there.load(self._own_part(checkpoint))
