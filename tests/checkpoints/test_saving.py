@@ -20,7 +20,7 @@ import ebbtide
 import zoo
 from ebbtide.checkpoint import dcp_planners, folders, saving, shards
 from ebbtide.checkpoint.folders import INDEX, SPARE, RunFolder
-from ebbtide.errors import DiskError, StateError
+from ebbtide.errors import ConfigError, DiskError, EbbtideWarning, StateError
 from group import group_of
 from harness import batch_of, config_of, facts
 from test_checkpoint import start, tiers, train
@@ -294,6 +294,49 @@ def test_a_folder_that_another_program_has_locked_is_waited_for_and_it_is_said(
     assert [path.name for path in RunFolder(folder).complete()] == ["step-00000001"]
 
 
+def test_what_failed_is_over_once_another_was_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start("gpt2", config_of())
+    train(engine, "gpt2", 0, 1)
+    gate = threading.Event()
+    gate.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "SystemIO", lambda: Gated(gate, True))
+        engine.save(folder, background=True)
+        with pytest.raises(DiskError):
+            engine.wait_for_save()
+    engine.save(folder)
+    engine.wait_for_save()
+    engine.close()
+
+
+class WithExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+
+def test_extra_state_of_a_module_is_told_to_be_the_loops(folder: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), WithExtraState(4, 4))
+    engine = ebbtide.initialize(module, config_of(precision="fp32"))
+    with pytest.warns(
+        EbbtideWarning, match=r"^1 has a get_extra_state\(\), which the engine does not save: give"
+    ):
+        engine.save(folder)
+    engine.close()
+
+
+def test_two_averages_of_one_decay_are_refused() -> None:
+    engine = ebbtide.initialize(torch.nn.Linear(4, 4), config_of(precision="fp32"))
+    first = engine.ema(0.9)
+    with pytest.raises(ConfigError, match=r"an average with decay 0.9 already"):
+        engine.ema(0.9)
+    engine.ema(0.99)
+    first.close()
+    engine.ema(0.9)
+    engine.close()
+
+
 # -- ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +386,7 @@ def on_ranks(folder: Path, fails: int | None) -> dict[str, Any]:
 def test_ranks_write_in_the_background(fails: int | None, tmp_path: Path) -> None:
     found = group_of(2).run(on_ranks, tmp_path, fails)
     assert {rank["latest"] for rank in found} == {"step-00000002" if fails is not None else "step-00000002-1"}
-    assert bool(found[0]["failed"]) == (fails is not None)  # the first one gives the name, so it hears of it
+    assert all(bool(rank["failed"]) == (fails is not None) for rank in found), found
     assert not list(tmp_path.glob(".partial-*"))
 
 

@@ -371,6 +371,22 @@ def test_what_is_added_is_in_the_steps_line_or_is_told_to_be_lost(tmp_path: Path
     assert not any({"early", "late"} & line.keys() for line in (one, two, event))
 
 
+def test_a_resumed_run_goes_on_with_the_loops_numbers(tmp_path: Path) -> None:
+    """Of six steps two were skipped: the checkpoint has four updates, the loop goes on with the seventh step."""
+    engine = ebbtide.initialize(zoo.build(NAME), settings_of(**SMALL))
+    writer = RunWriter(tmp_path)
+    writer.begin(0)
+    for step in range(1, 7):
+        writer.line({"step": step})
+    writer.close()
+    engine._core.steps = 4
+    engine.record(tmp_path).add_earlier({"step": step} for step in range(1, 7))
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    engine.close()
+    assert [line["step"] for line in lines(tmp_path) if "event" not in line] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_an_engine_that_nobody_holds_gives_its_folder_back(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
     with pytest.raises(ConfigError, match="another run writes"):

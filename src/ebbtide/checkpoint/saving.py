@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.checkpoint import shared_folders
-from ebbtide.checkpoint.folders import RunFolder, not_written, write_synced
+from ebbtide.checkpoint.folders import INDEX, RunFolder, not_written, write_synced
 from ebbtide.checkpoint.rank_files import Snapshot
 from ebbtide.errors import DiskError, warn_user
 from ebbtide.memory.budget import SNAPSHOT
@@ -31,6 +31,8 @@ OTHERS_END = 60.0
 """Seconds that others have to end what they write, when it is in vain."""
 LOOK = 0.05
 """Seconds between two looks for the other ranks' files."""
+SEEN = 5.0
+"""Seconds until a file that another machine has renamed is seen here."""
 
 
 def checkpoints() -> Any:
@@ -49,6 +51,8 @@ class Saver:
         self.pending: PendingSave | None = None
         self.failed = ""
         """Why the last one that was written in the background is not there."""
+        self._unnamed: tuple[Path, Path] | None = None
+        """Where the last one is written in the background, and the name that the first rank gives it at the end."""
         session.room.add_giver(SNAPSHOT, self)
 
     def save(
@@ -66,6 +70,7 @@ class Saver:
         if not background:
             with shared_folders.writing(run, step, self._ranks, keep) as (partial, target):
                 checkpoints().write(self._session, partial, facts, content)
+            self.failed, self._unnamed = "", None
             return target
         stack, (partial, target) = shared_folders.begin(run, step, self._ranks)
         snapshot = Snapshot(self._session.ledger, self._session.store.near)
@@ -79,6 +84,7 @@ class Saver:
             if isinstance(error, OSError):
                 raise not_written(error, partial, step) from error
             raise
+        self._unnamed = partial, target
         return target
 
     def give_room(self, short: int) -> bool:
@@ -98,6 +104,22 @@ class Saver:
         self.failed = "" if pending.error is None else str(pending.error)
         if self.failed and warn:
             warn_user(f"{self.failed} (in the background)")
+
+    def hear_first(self) -> None:
+        """On the other ranks, whose part is written: until the first one has named the checkpoint, or given it up."""
+        if self._ranks is None or not self._ranks.rank or self._unnamed is None or self.failed:
+            return
+        partial, target = self._unnamed
+        until = time.monotonic() + self._ranks.patience
+        while partial.is_dir() and time.monotonic() < until:
+            time.sleep(LOOK)
+        until = time.monotonic() + SEEN
+        while not (target / INDEX).is_file():
+            if time.monotonic() > until:
+                self.failed = f"{target} is not there: the first rank could not write it, and says why"
+                break
+            time.sleep(LOOK)
+        self._unnamed = None
 
     def close(self) -> None:
         self.settle()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ebbtide.errors import ConfigError, StateError, nearest
+from ebbtide.errors import ConfigError, StateError, nearest, warn_user
 from ebbtide.memory.chunk_access import copy_out
 from ebbtide.memory.dtensors import part_like, split_of
 from ebbtide.runtime.parameters import element_access
@@ -223,6 +223,21 @@ def persistent_buffers(module: nn.Module, under_every_name: bool = False) -> lis
         for key, buffer in child._buffers.items()
         if buffer is not None and key not in child._non_persistent_buffers_set
     ]
+
+
+def warn_of_extra_state(module: nn.Module) -> None:
+    """What torch's state_dict takes from `get_extra_state` may be anything at all."""
+    odd = [
+        name or "the module"
+        for name, child in module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    ]
+    if odd:
+        more = f" (and {len(odd) - 1} more)" if odd[1:] else ""
+        warn_user(
+            f"{odd[0]}{more} has a get_extra_state(), which the engine does not save: give what it returns to "
+            "engine.save(folder, state), and to set_extra_state() after engine.load(folder)"
+        )
 
 
 def _require_tensor(name: str, value: object, like: torch.Tensor) -> None:

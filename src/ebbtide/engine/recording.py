@@ -142,6 +142,8 @@ class Recording:
     def add_earlier(self, steps: Iterable[Mapping[str, Any]]) -> None:
         """Steps that the run took in another folder, before this one was its."""
         earlier = list(steps)
+        if earlier:  # those that were skipped count in the loop's numbers, and in no checkpoint's
+            self._number = max(self._number, earlier[-1]["step"])
         there = self._begin() if earlier else set()
         for step in earlier:
             if step["step"] not in there:

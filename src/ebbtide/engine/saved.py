@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ebbtide.checkpoint import resume, shared_folders
+from ebbtide.checkpoint import resume, shared_folders, values
 from ebbtide.checkpoint.export import export
 from ebbtide.checkpoint.folders import is_run, step_of
 from ebbtide.checkpoint.saving import Saver, checkpoints
 from ebbtide.checkpoint.weight_files import WeightFiles
-from ebbtide.engine.average import Average, warn_of_lost
+from ebbtide.engine.average import BEGINS, Average, warn_of_lost
 from ebbtide.engine.core import EngineCore
 from ebbtide.errors import ConfigError, DiskError, StateError, UnsupportedError
 from ebbtide.memory.journal import SAVING
@@ -45,6 +45,7 @@ class Checkpointing:
         session.meet(SAVE, self._core.steps)
         session.reclaim()
         session.queue.drain()
+        values.warn_of_extra_state(session.module)
         facts = resume.facts_of(
             session, self._core.optimizer.param_groups, self._core.scaler, self._core.steps
         )
@@ -57,6 +58,7 @@ class Checkpointing:
 
     def wait_for_save(self) -> None:
         self.saver.settle(warn=False)
+        self.saver.hear_first()
         if self.saver.failed:
             raise DiskError(self.saver.failed)
 
@@ -141,6 +143,11 @@ class Checkpointing:
                 'ema: with updates = "lock-free" nobody knows which step\'s weights are there; use updates = "exact"'
             )
         session.refuse_swapped()
+        if f"{BEGINS}{decay}" in [average.label for average in session.averages]:
+            raise ConfigError(
+                f"ema: there is an average with decay {decay} already, and a checkpoint knows averages by their decay; "
+                "use that one, or close() it first"
+            )
         session.reclaim()
         made = Average(session, decay)
         session.averages.append(made)
