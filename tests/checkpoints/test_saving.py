@@ -320,7 +320,8 @@ def test_extra_state_of_a_module_is_told_to_be_the_loops(folder: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), WithExtraState(4, 4))
     engine = ebbtide.initialize(module, config_of(precision="fp32"))
     with pytest.warns(
-        EbbtideWarning, match=r"^1 has a get_extra_state\(\), which the engine does not save: give"
+        EbbtideWarning,
+        match=r"^the module '1' has a get_extra_state\(\), which the engine does not save: give",
     ):
         engine.save(folder)
     engine.close()

@@ -228,7 +228,7 @@ def persistent_buffers(module: nn.Module, under_every_name: bool = False) -> lis
 def warn_of_extra_state(module: nn.Module) -> None:
     """What torch's state_dict takes from `get_extra_state` may be anything at all."""
     odd = [
-        name or "the module"
+        f"the module {name!r}" if name else "the module"
         for name, child in module.named_modules()
         if type(child).get_extra_state is not nn.Module.get_extra_state
     ]
