@@ -143,6 +143,43 @@ def test_one_folder_is_saved_to_again_and_a_save_that_ended_half_way_is_refused(
     made[0].free_memory()
 
 
+def test_a_part_of_a_model_is_not_clipped_alone(tmp_path: Path) -> None:
+    """The engine's norm is that of all gradients; a call for a part, or for two models, would be another's number."""
+    accelerator, model, _optimizer, loader, _ = prepared(Accelerator)
+    accelerator.backward(model(**next(iter(loader))).loss)
+    some_of_them = list(model.transformer.h[2].parameters())
+    with pytest.raises(UnsupportedError, match=r"all its parameters that are trained .* of them are missing"):
+        accelerator.clip_grad_norm_(some_of_them, 1.0)
+    others = [*model.parameters(), torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(UnsupportedError, match="there are 1 others"):
+        accelerator.clip_grad_norm_(others, 1.0)
+    assert accelerator.clip_grad_norm_(list(model.parameters()), 1.0).isfinite()
+    accelerator.free_memory()
+
+
+def test_a_script_that_only_evaluates_loads_a_run_of_several_groups(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True, ebbtide=tight()), build()
+    own = list(model.parameters())
+    groups = [{"params": own[:3], "weight_decay": 0.0}, {"params": own[3:]}]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=3e-3))
+    accelerator.backward(model(**batch_of_rows()).loss)
+    optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    expected = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, ebbtide=tight())
+    model = accelerator.prepare(build(1)).eval()
+    accelerator.load_state(str(tmp_path))
+    same(accelerator.get_state_dict(model), expected)
+    accelerator.free_memory()
+
+
+def batch_of_rows() -> dict[str, torch.Tensor]:
+    return next(iter(DataLoader(Rows(4), batch_size=4)))
+
+
 def test_hooks_of_ones_own_save_and_load_models(tmp_path: Path) -> None:
     """As in scripts that write a folder for from_pretrained beside each state."""
     accelerator, model, *rest = prepared(Accelerator)

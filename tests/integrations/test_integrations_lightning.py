@@ -414,9 +414,29 @@ class Choosy(Learner):
             super().on_train_batch_end(outputs, batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [ByHand, Choosy])
+class ByPytorch(ByHand):
+    """`loss.backward()` and not `self.manual_backward(loss)`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self(batch)
+        (loss / 2).backward()
+        self.seen.append(loss.item())
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.lr_schedulers().step()
+            self.optimizers().zero_grad()
+
+
+class OwnBackward(Learner):
+    """A tenth of each gradient arrives."""
+
+    def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        (loss * 0.1).backward()
+
+
+@pytest.mark.parametrize("kind", [ByHand, Choosy, ByPytorch, OwnBackward])
 def test_steps_of_ones_own_train_as_stock_does(kind: type[Learner], tmp_path: Path) -> None:
-    own = {"accumulate_grad_batches": 1} | ({"gradient_clip_val": None} if kind is ByHand else {})
+    own = {"accumulate_grad_batches": 1} | ({"gradient_clip_val": None} if issubclass(kind, ByHand) else {})
     ours, stock = kind(), kind()
     trainer = trainer_of(tmp_path / "ours", True, **own)
     trainer.fit(ours, loader(32))
@@ -424,6 +444,14 @@ def test_steps_of_ones_own_train_as_stock_does(kind: type[Learner], tmp_path: Pa
     assert ours.seen == pytest.approx(stock.seen, rel=1e-5) and len(ours.seen) > 8
     for key, value in stock.state_dict().items():
         torch.testing.assert_close(trainer.strategy.engine.state_dict()[key], value, rtol=1e-4, atol=2e-5)
+    trainer.strategy.close()
+
+
+def test_a_backward_of_ones_own_in_fp16_is_refused(tmp_path: Path) -> None:
+    settings = tight() | {"precision": "fp16"}
+    trainer = trainer_of(tmp_path, True, strategy=EbbtideStrategy(settings))
+    with pytest.raises(UnsupportedError, match=r"OwnBackward.backward in fp16: the engine scales"):
+        trainer.fit(OwnBackward(), loader(8))
     trainer.strategy.close()
 
 

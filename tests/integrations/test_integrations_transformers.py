@@ -16,6 +16,8 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     TrainerCallback,
     TrainingArguments,
 )
@@ -23,6 +25,7 @@ from transformers import Trainer as Stock
 
 import ebbtide
 from ebbtide.errors import BudgetError, ConfigError, UnsupportedError
+from ebbtide.integrations._models import PREPARED
 from ebbtide.integrations.transformers import Mixin, Trainer
 from sampling import some
 
@@ -273,12 +276,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, other[key]), key
 
 
-def test_resumed_in_the_middle_it_is_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    """In the midst of an epoch, from a run that saved and from one that was asked for it later."""
-    whole = trained(Trainer, tmp_path / "whole", save_strategy="steps", save_steps=2)
+@pytest.mark.parametrize("sampler", ["a seed of its own", "the generator of all"])
+def test_resumed_in_the_middle_it_is_as_if_it_had_never_stopped(sampler: str, tmp_path: Path) -> None:
+    """In the midst of an epoch, whatever the order of rows is drawn from."""
+    own = {"accelerator_config": {"use_seedable_sampler": sampler == "a seed of its own"}}
+    whole = trained(Trainer, tmp_path / "whole", save_strategy="steps", save_steps=2, **own)
     expected, logs = weights_of(whole), whole.state.log_history
     whole.engine.close()
-    again = trained(Trainer, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-2"))
+    again = trained(Trainer, tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-2"), **own)
     same(weights_of(again), expected)
     kept = [{k: v for k, v in entry.items() if k in ("loss", "grad_norm", "learning_rate")} for entry in logs]
     found = again.state.log_history
@@ -420,6 +425,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "accumulate": ({}, {"accumulate": 2}, "gradient_accumulation_steps"),
     "optimizer": ({}, {"optimizer": {"lr": 1.0}}, "learning_rate"),
     "precision": ({"bf16": True}, {"precision": "fp32"}, "leave one out"),
+    "both ways to clip": ({}, {"clip_value": 0.5}, "max_grad_norm=0"),
     "in backward and clipping": ({}, {"updates": "in-backward"}, "max_grad_norm=0"),
     "a name that is wrong": ({}, {"devise": {}}, "device"),
 }
@@ -521,6 +527,79 @@ def test_the_next_trainer_takes_the_model_as_in_stock(tmp_path: Path) -> None:
             assert all(type(one) is torch.nn.Parameter for one in module.parameters())
             assert module(**{key: value[None] for key, value in Rows(3)[2].items()}).loss.isfinite()
     assert losses[Trainer] == pytest.approx(losses[Stock], rel=1e-6)
+
+
+def test_the_second_trainer_of_a_model_saves_the_dtype_that_it_came_in(tmp_path: Path) -> None:
+    model = build()
+    for place in range(2):
+        args = arguments(tmp_path / str(place), bf16=True, max_steps=2)
+        trainer = Trainer(model, args, train_dataset=Rows(30), ebbtide=tight())
+        trainer.train()
+        trainer.save_model()
+        read = GPT2LMHeadModel.from_pretrained(tmp_path / str(place))
+        assert read.dtype == torch.float32
+        same(dict(read.state_dict()), weights_of(trainer))
+    trainer.close()
+
+
+def test_a_model_that_was_released_goes_into_another_trainer(tmp_path: Path) -> None:
+    first = trained(Trainer, tmp_path, max_steps=1)
+    module = first.engine.release()
+    assert not hasattr(module, PREPARED)
+    other = Trainer(module, arguments(tmp_path, max_steps=1), train_dataset=Rows(30), ebbtide=tight())
+    other.train()
+    assert other.engine.steps == 1
+    other.close()
+
+
+def test_weights_alone_go_into_the_model_that_is_trained(tmp_path: Path) -> None:
+    """`model_init` builds another one when training begins."""
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True, "max_steps": 2}
+    trained(Trainer, tmp_path / "first", **saved).close()
+    found = []
+    for kind, own in ((Trainer, {"ebbtide": tight()}), (Stock, {})):
+        trainer = kind(
+            model_init=lambda: build(),
+            args=arguments(tmp_path / kind.__name__, learning_rate=0.0, weight_decay=0.0, max_steps=3),
+            train_dataset=Rows(30),
+            eval_dataset=Rows(10, 1000),
+            **own,
+        )
+        trainer.evaluate()
+        trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_the_best_model_of_a_kind_that_is_stored_in_another_form(tmp_path: Path) -> None:
+    """Mixtral's experts have other names in its files than in the module."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = arguments(
+        tmp_path, **settings, load_best_model_at_end=True, learning_rate=5e-2, max_steps=3, max_grad_norm=0.0
+    )
+    own = {"device": {"memory": "64MB"}, "host": {"memory": "64MB"}, "precision": "fp32"}
+    trainer = Trainer(
+        MixtralForCausalLM(config),
+        args,
+        train_dataset=Rows(30),
+        eval_dataset=Rows(10, 1000),
+        ebbtide=own,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step < trainer.state.global_step
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
+    trainer.close()
 
 
 # -- what others compare with -----------------------------------------------------------------------

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -199,6 +200,16 @@ def random_state() -> dict[str, Any]:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         found["numpy"] = [name, torch.tensor(keys.tolist()), *rest]
     return found
+
+
+@contextmanager
+def as_drawn() -> Iterator[None]:
+    """Whatever is drawn or restored within, the next number is the one that was to come."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        restore_random(before)
 
 
 def restore_random(state: Mapping[str, Any]) -> None:

@@ -172,6 +172,11 @@ class Engine:
         return self._core.steps
 
     @property
+    def gradients_held(self) -> bool:
+        """Whether a backward pass has brought gradients that no step has applied."""
+        return self._session.micro > 0
+
+    @property
     def last_step(self) -> StepResult | None:
         """What the last step gave, whether the loop called `step` or `optimizer.step()`."""
         return self._stepping.last

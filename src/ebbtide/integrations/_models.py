@@ -14,12 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 
-import ebbtide
 from ebbtide.config import Config
 from ebbtide.engine import Engine
+from ebbtide.engine.tracebacks import show_users_lines
 
 PREPARED = "_is_accelerate_prepared"
 """The mark by which Accelerator.prepare leaves a module or an optimizer as it is."""
+
+
+class _Held(Engine):
+    """An adapter's: what it gives back is a bare module, whoever asks for it."""
+
+    def release(self) -> nn.Module:
+        module = super().release()
+        hold = _holds.pop(module, None)
+        if hold is not None:
+            _thaw(hold.thawed)
+        vars(module).pop(PREPARED, None)
+        return module
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,8 @@ def take(
     try:
         for parameter in thawed:
             parameter.requires_grad_(False)
-        engine = ebbtide.initialize(module, settings, optimizer)
+        show_users_lines()
+        engine = _Held(module, settings, optimizer)
     except BaseException:
         _thaw(thawed)
         raise
@@ -67,8 +80,6 @@ def give_back(module: nn.Module) -> None:
         engine = holder(child)
         if engine is not None:
             engine.release()
-            _thaw(_holds.pop(child).thawed)
-            vars(child).pop(PREPARED, None)
 
 
 def mark_prepared(*objects: Any) -> None:

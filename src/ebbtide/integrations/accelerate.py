@@ -224,6 +224,16 @@ class Accelerator(accelerate.Accelerator):
             raise UnsupportedError(
                 f"clip_grad_norm_(norm_type={norm_type}): the engine has the 2-norm of all gradients"
             )
+        own = {id(one) for one in engine.parameters() if one.requires_grad}
+        asked = {id(one) for one in given if one.requires_grad}
+        if own != asked:
+            short = len(own - asked)
+            found = f"{short} of them are missing" if short else f"there are {len(asked - own)} others"
+            raise UnsupportedError(
+                "clip_grad_norm_: the engine has the norm of all gradients of a model, and is to clip them together: "
+                f"expected all its parameters that are trained and no others, but {found}. Give it model.parameters(), "
+                "one model at a time"
+            )
         return engine.clip_grad_norm_(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -298,7 +308,10 @@ class Accelerator(accelerate.Accelerator):
             for hook in hooks:
                 hook(models, str(folder))
         for name, engine in engines:
-            engine.load(folder / name)
+            if _is_trained(engine.module):
+                engine.load(folder / name)
+            else:  # it has no groups like those that may have been saved
+                engine.load_weights(folder / name)
 
     def _by_folder(self) -> list[tuple[str, Engine]]:
         """In the order in which models were prepared, as stock has them."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -47,20 +47,31 @@ class EbbtidePrecision(Precision):
 
     def __init__(self, strategy: EbbtideStrategy) -> None:
         self._strategy = strategy
-        self._went = False
-        """Whether gradients are there for the next step."""
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._strategy.engine_there.backward(tensor, *args, **kwargs)
-        self._went = True
+        """A module's own `backward` goes as it is written: the outputs of its pass tell the engine."""
+        if type(model).backward is LightningModule.backward:
+            self._strategy.engine_there.backward(tensor, *args, **kwargs)
+            return
+        if self._strategy.engine_there.config.precision == "fp16":
+            raise UnsupportedError(
+                f"{type(model).__name__}.backward in fp16: the engine scales the losses that it is given; leave the "
+                "method out, or train with precision='bf16-mixed'"
+            )
+        model.backward(tensor, *args, **kwargs)
+
+    @property
+    def _went(self) -> bool:
+        """Whether gradients are there for the next step, whoever went backward."""
+        engine = self._strategy.engine
+        return engine is not None and engine.gradients_held
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
         """A training_step that gives no loss leaves a batch out: without gradients nothing is updated."""
         found = self._wrap_closure(model, optimizer, closure)
-        went, self._went = self._went, False
-        if went:
+        if self._went:
             self._strategy.engine_there.optimizer.step(**kwargs)
         return found
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 
+from ebbtide.checkpoint.resume import as_drawn
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError, warn_user
@@ -106,6 +107,7 @@ class Mixin(_Base):
             self.engine = self.optimizer = None
         if self.engine is None:
             _refuse_model(module)
+            give_back(module)  # in the dtypes that it came in
             made = super().create_optimizer(module)
             self._dtypes = {name: value.dtype for name, value in module.state_dict(keep_vars=True).items()}
             self.engine = take(module, self._settings.with_({"loss": self._loss_of(module)}), made)
@@ -192,7 +194,10 @@ class Mixin(_Base):
         assert self.engine is not None
         folder = Path(checkpoint)
         if (folder / FOLDER).is_dir():
-            self.engine.load(folder / FOLDER)
+            with (
+                as_drawn()
+            ):  # Trainer has random numbers of its own, and takes them up once its sampler has drawn
+                self.engine.load(folder / FOLDER)
         elif (folder / private.OPTIMIZER).is_file():
             state = torch.load(folder / private.OPTIMIZER, map_location="cpu", weights_only=True)
             self.engine.optimizer.load_state_dict(state)
@@ -203,8 +208,9 @@ class Mixin(_Base):
             self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.engine is None or self.engine.closed:
-            give_back(self.model if model is None else model)  # another Trainer may have it
+        module = self.model if model is None else model
+        if self.engine is None or self.engine.closed or self.engine.module is not module:  # of `model_init`
+            give_back(module)  # another Trainer may have it
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             self._load_weights(Path(resume_from_checkpoint), super()._load_from_checkpoint)
@@ -214,8 +220,12 @@ class Mixin(_Base):
         self._load_weights(Path(best), lambda _: super(Mixin, self)._load_best_model())
 
     def _load_weights(self, folder: Path, of_trainer: Any) -> None:
-        """PEFT knows the names of an adapter's weights, and loads them into the module it has; the rest is by name."""
+        """PEFT knows the names of an adapter's weights, and loads them into the module it has; the rest is by name. The
+        engine's own have the module's names; some models are stored in another form."""
         assert self.engine is not None
+        if (folder / FOLDER).is_dir() and not list(folder.glob("adapter_*")):
+            self.engine.load_weights(folder / FOLDER)
+            return
         if list(folder.glob("*.safetensors")) and not list(folder.glob("adapter_*")):
             self.engine.load_weights(folder)
             return
@@ -265,6 +275,11 @@ def _settings_for(args: Any, settings: Config, given: Given) -> Config:
         raise ConfigError(
             "ebbtide['optimizer']: Trainer builds the optimizer, set learning_rate, weight_decay, adam_beta1 and the "
             "like in TrainingArguments, or pass optimizers=(torch.optim.AdamW(...), scheduler)"
+        )
+    if settings.clip_value is not None and args.max_grad_norm:
+        raise ConfigError(
+            f"ebbtide['clip_value'] = {settings.clip_value} beside max_grad_norm={args.max_grad_norm} (1.0 if you set "
+            "none): gradients are clipped in one way; set max_grad_norm=0 in TrainingArguments"
         )
     told = "bf16" if args.bf16 else "fp16" if args.fp16 else mixed_precision()
     settings = with_precision(settings, given, told, "TrainingArguments (or accelerate launch)")
