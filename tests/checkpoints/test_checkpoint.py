@@ -387,6 +387,52 @@ def test_a_folder_that_fails_is_told_as_a_disk(
     engine.close()
 
 
+@pytest.mark.parametrize("master", ["split", "separate"])
+@pytest.mark.parametrize("where", ["all", "host", "ssd-host", "ssd"])
+def test_saved_within_a_step_it_is_the_one_before_and_disturbs_nothing(
+    where: str, master: str, folder: Path
+) -> None:
+    """As frameworks do it. Gradients that wait, in whatever place, stay with the run that goes on."""
+    config = tiers("gpt2", where, folder / "tier", config_of(accumulate=3, master=master, clip=1.0))
+    expected = straight_of("gpt2", config, 3)
+    engine = start("gpt2", config)
+    losses = train(engine, "gpt2", 0, 2, 3)
+    then = engine.weights_sha256()
+    dtype = reference.ROUND[engine.config.precision]
+    for number in range(6, 9):
+        loss = engine(**batch_of("gpt2", number, dtype, engine.device)).loss
+        engine.backward(loss)
+        with pytest.raises(StateError, match="in the middle of a step"):
+            engine.save(folder / "run")
+        engine._checkpoints.save(folder / "run", None, 1, background=False, within_step=True)
+        engine.step()
+        losses.append(loss.item())
+    assert (engine.weights_sha256(), losses) == expected
+    engine.load(folder / "run")
+    assert engine.steps == 2 and engine.weights_sha256() == then
+    assert train(engine, "gpt2", 2, 3, 3) == losses[6:] and engine.weights_sha256() == expected[0]
+    engine.close()
+
+
+@pytest.mark.parametrize("updates", ["in-backward", "lock-free"])
+def test_where_updates_go_on_it_is_never_saved_within_a_step(updates: str, folder: Path) -> None:
+    engine = start("gpt2", config_of(updates=updates, clip=None))
+    engine.backward(engine(**batch_of("gpt2", 0, torch.bfloat16, engine.device)).loss)
+    with pytest.raises(StateError, match="in the middle of a step"):
+        engine._checkpoints.save(folder, None, 1, background=False, within_step=True)
+    engine.step()
+    engine.close()
+
+
+def straight_of(name: str, config: dict[str, Any], steps: int) -> tuple[str, list[float]]:
+    engine = start(name, config)
+    try:
+        losses = train(engine, name, 0, steps, config["accumulate"])
+        return engine.weights_sha256(), losses
+    finally:
+        engine.close()
+
+
 def test_settings_that_no_file_can_have_are_refused_and_numbers_of_numpy_taken(folder: Path) -> None:
     engine = start("gpt2", config_of())
     group = engine.optimizer.param_groups[0]

@@ -129,7 +129,9 @@ def test_one_folder_is_saved_to_again_and_a_save_that_ended_half_way_is_refused(
     assert len(list((folder / "ebbtide-0").glob("step-*"))) == 1
     engine = made[0].engine_of(made[1])
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine), "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            type(engine), "save_as_stock", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         epoch(*made)
         with pytest.raises(KeyboardInterrupt):
             made[0].save_state(str(folder))
@@ -178,6 +180,33 @@ def test_a_script_that_only_evaluates_loads_a_run_of_several_groups(tmp_path: Pa
 
 def batch_of_rows() -> dict[str, torch.Tensor]:
     return next(iter(DataLoader(Rows(4), batch_size=4)))
+
+
+def test_it_saves_within_a_step_as_stock_does(tmp_path: Path) -> None:
+    found = []
+    for kind in (Accelerator, accelerate.Accelerator):
+        accelerator, model, optimizer, loader, _schedule = prepared(kind)
+        for place, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if place == 3:
+                before = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+                if kind is Accelerator:
+                    with pytest.warns(
+                        UserWarning, match="in the midst of a step: the gradients of its first"
+                    ):
+                        accelerator.save_state(str(tmp_path / "ours"))
+                else:
+                    accelerator.save_state(str(tmp_path / "stock"))
+        found.append({k: v.clone() for k, v in accelerator.get_state_dict(model).items()})
+        accelerator.load_state(str(tmp_path / ("ours" if kind is Accelerator else "stock")))
+        same(accelerator.get_state_dict(model), before)
+        if kind is Accelerator:
+            accelerator.free_memory()
+    for key, value in found[1].items():
+        torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=2e-5)
 
 
 def test_hooks_of_ones_own_save_and_load_models(tmp_path: Path) -> None:

@@ -188,6 +188,18 @@ def test_a_linked_checkpoint_goes_on_and_a_file_without_its_folder_is_refused(tm
         fitted(tmp_path / "alone", True, str(alone), max_epochs=3)
 
 
+def test_a_checkpoint_within_a_step_is_saved_as_in_stock(tmp_path: Path) -> None:
+    """By a metric of validations that come between two steps."""
+    found = []
+    for ours in (True, False):
+        kept = ModelCheckpoint(tmp_path / str(ours), monitor="val_loss/dataloader_idx_0", save_top_k=2)
+        learner, _ = fitted(tmp_path, ours, callbacks=[kept], val_check_interval=0.25)
+        assert len(list((tmp_path / str(ours)).glob("*.ckpt"))) == 2
+        found.append((learner.seen, float(kept.best_model_score)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
+
+
 class InTwoGroups(Learner):
     def configure_optimizers(self) -> Any:
         own = list(self.parameters())

@@ -27,13 +27,22 @@ class Checkpointing:
         self._core, self._session = core, core.session
         self.saver = Saver(core.session)
 
-    def save(self, path: str | Path, state: Any, keep: int | None, background: bool) -> Path:
+    def save(
+        self,
+        path: str | Path,
+        state: Any,
+        keep: int | None,
+        background: bool,
+        within_step: bool = False,
+    ) -> Path:
+        """`within_step`: also where gradients wait for their step, which are in no checkpoint. Weights and moments are
+        those of the last step until it comes, unless updates are made in backward."""
         self._core.check()
         if keep is not None and keep < 1:
             raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
         session = self._session
         session.refuse_swapped()
-        if session.micro:
+        if session.micro and not (within_step and self._core.config.updates == "exact"):
             raise StateError(
                 "engine.save() in the middle of a step: its gradients would be lost; call it after step()"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from torch import nn
 from ebbtide.config import Config
 from ebbtide.engine import Engine
 from ebbtide.engine.tracebacks import show_users_lines
+from ebbtide.errors import warn_user
 
 PREPARED = "_is_accelerate_prepared"
 """The mark by which Accelerator.prepare leaves a module or an optimizer as it is."""
 
 
-class _Held(Engine):
+class HeldEngine(Engine):
     """An adapter's: what it gives back is a bare module, whoever asks for it."""
+
+    def save_as_stock(self, folder: Path, keep: int = 1) -> Path:
+        """Also in the midst of a step, where frameworks save as well: when they are told to end, or evaluate there."""
+        with self._core.turn():
+            if self.gradients_held:
+                warn_user(
+                    "a checkpoint is saved in the midst of a step: the gradients of its first micro-batches are not in "
+                    "it, as in those of stock; whoever resumes from it goes on without them"
+                )
+            return self._checkpoints.save(folder, None, keep, background=False, within_step=True)
 
     def release(self) -> nn.Module:
         module = super().release()
@@ -36,7 +48,7 @@ class _Held(Engine):
 
 @dataclass(frozen=True)
 class _Hold:
-    engine: weakref.ref[Engine]
+    engine: weakref.ref[HeldEngine]
     thawed: list[nn.Parameter]
     """Parameters that required gradients before a model without an optimizer was frozen."""
 
@@ -44,7 +56,7 @@ class _Hold:
 _holds: weakref.WeakKeyDictionary[nn.Module, _Hold] = weakref.WeakKeyDictionary()
 
 
-def holder(module: nn.Module) -> Engine | None:
+def holder(module: nn.Module) -> HeldEngine | None:
     """The engine in which an adapter has the module now."""
     hold = _holds.get(module)
     engine = None if hold is None else hold.engine()
@@ -57,7 +69,7 @@ def take(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     frozen: bool = False,
-) -> Engine:
+) -> HeldEngine:
     """An engine for the module, which another adapter may have until now. A frozen one has no moments."""
     give_back(module)
     thawed = [one for one in module.parameters() if frozen and one.requires_grad]
@@ -65,7 +77,7 @@ def take(
         for parameter in thawed:
             parameter.requires_grad_(False)
         show_users_lines()
-        engine = _Held(module, settings, optimizer)
+        engine = HeldEngine(module, settings, optimizer)
     except BaseException:
         _thaw(thawed)
         raise

@@ -24,10 +24,9 @@ from torch import nn
 
 from ebbtide.checkpoint.folders import make_folder, write_synced
 from ebbtide.config import Config
-from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError, warn_user
 from ebbtide.integrations import _accelerate as private
-from ebbtide.integrations._models import FirstCall, give_back, holder, mark_prepared, take
+from ebbtide.integrations._models import FirstCall, HeldEngine, give_back, holder, mark_prepared, take
 from ebbtide.integrations._refused import refuse_launched, refuse_placed
 from ebbtide.integrations._settings import Given, mixed_precision, with_precision
 from ebbtide.integrations._state_dicts import answering, loading_into
@@ -82,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.clip_grad_norm_()"
             )
         self._settings = with_precision(settings, ebbtide, told, where if asked else "accelerate launch")
-        self.engines: list[Engine] = []
+        self.engines: list[HeldEngine] = []
         super().__init__(*args, mixed_precision="no", **kwargs)
 
     @property
@@ -140,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
             "module first, or both at once, for the engine needs them together"
         )
 
-    def _take(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Engine:
+    def _take(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> HeldEngine:
         refuse_placed(module)
         engine = take(module, self._settings, optimizer, frozen=optimizer is None)
         self.engines = [one for one in self.engines if not one.closed]
@@ -173,7 +172,7 @@ class Accelerator(accelerate.Accelerator):
         )
         module.to(self.device)
 
-    def engine_of(self, model: nn.Module) -> Engine:
+    def engine_of(self, model: nn.Module) -> HeldEngine:
         """The one that has a prepared model."""
         engine = self._engine_with(model.parameters())
         if engine is None:
@@ -183,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
             )
         return engine
 
-    def _engine_with(self, parameters: Iterable[torch.Tensor]) -> Engine | None:
+    def _engine_with(self, parameters: Iterable[torch.Tensor]) -> HeldEngine | None:
         first = next(iter(parameters), None)
         for engine in self.engines:
             if any(first is parameter for parameter in engine.parameters()):
@@ -268,7 +267,7 @@ class Accelerator(accelerate.Accelerator):
                 for hook in hooks:
                     hook(models, states, folder)
         for name, engine in self._by_folder():
-            engine.save(Path(folder) / name, keep=1)
+            engine.save_as_stock(Path(folder) / name)
         return folder
 
     @contextmanager
@@ -313,7 +312,7 @@ class Accelerator(accelerate.Accelerator):
             else:  # it has no groups like those that may have been saved
                 engine.load_weights(folder / name)
 
-    def _by_folder(self) -> list[tuple[str, Engine]]:
+    def _by_folder(self) -> list[tuple[str, HeldEngine]]:
         """In the order in which models were prepared, as stock has them."""
         found = ((f"ebbtide-{number}", holder(model)) for number, model in enumerate(self._models))
         return [(name, engine) for name, engine in found if engine is not None and engine in self.engines]

@@ -24,11 +24,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ebbtide.checkpoint.folders import RunFolder
 from ebbtide.config import Config
-from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.integrations import _lightning as private
 from ebbtide.integrations._lightning_ranks import LightningRanks
-from ebbtide.integrations._models import holder, take
+from ebbtide.integrations._models import HeldEngine, holder, take
 from ebbtide.integrations._recording import RecordedRun
 from ebbtide.integrations._refused import refuse_placed
 from ebbtide.integrations._settings import Given, with_precision
@@ -122,7 +121,7 @@ class EbbtideStrategy(LightningRanks):
                 "EbbtideStrategy: accumulate and clip are the Trainer's, accumulate_grad_batches and gradient_clip_val"
             )
         self._given, self._settings = config, settings
-        self.engine: Engine | None = None
+        self.engine: HeldEngine | None = None
         self._resumed: Path | None = None
         self._predicted: tuple[Any, ...] = ()
         """What the last predict_step was given, on several ranks."""
@@ -130,7 +129,7 @@ class EbbtideStrategy(LightningRanks):
         super().__init__(**kwargs)
 
     @property
-    def engine_there(self) -> Engine:
+    def engine_there(self) -> HeldEngine:
         if self.engine is None:
             raise StateError("EbbtideStrategy: there is no engine before the Trainer has set the module up")
         return self.engine
@@ -271,7 +270,7 @@ class EbbtideStrategy(LightningRanks):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = _beside(filepath)
-        part = self.engine.save(folder, keep=2)
+        part = self.engine.save_as_stock(folder, keep=2)
         super().save_checkpoint({**checkpoint, NAMED: part.name}, filepath, storage_options)
         if self.is_global_zero:
             RunFolder(folder).keep(1)

@@ -19,10 +19,9 @@ from torch import nn
 
 from ebbtide.checkpoint.resume import as_drawn
 from ebbtide.config import Config
-from ebbtide.engine import Engine
 from ebbtide.errors import ConfigError, UnsupportedError, warn_user
 from ebbtide.integrations import _transformers as private
-from ebbtide.integrations._models import give_back, holder, mark_prepared, take
+from ebbtide.integrations._models import HeldEngine, give_back, holder, mark_prepared, take
 from ebbtide.integrations._recording import RecordedRun
 from ebbtide.integrations._refused import refuse_launched, refuse_placed
 from ebbtide.integrations._settings import Given, mixed_precision, named_in, with_precision
@@ -51,12 +50,12 @@ class Mixin(_Base):
     """Before a Trainer class: `class MyTrainer(Mixin, SFTTrainer)`."""
 
     optimizer: Any
-    engine: Engine | None = None
+    engine: HeldEngine | None = None
     """Has the model from the first `train`, `evaluate` or `predict` on."""
 
     def __init__(self, *args: Any, ebbtide: Given = None, **kwargs: Any) -> None:
         """`ebbtide`: the engine's settings, as `ebbtide.initialize` takes them."""
-        self.references: list[Engine] = []
+        self.references: list[HeldEngine] = []
         """Of frozen models that are trained against, in the same budgets."""
         self._given = ebbtide
         self._settings = Config.read(ebbtide)
@@ -183,7 +182,7 @@ class Mixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
-        self.engine.save(Path(output_dir) / FOLDER, keep=1)
+        self.engine.save_as_stock(Path(output_dir) / FOLDER)
         if self.args.should_save:
             torch.save(MomentsAreInTheFolderEbbtide(), Path(output_dir) / private.OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / private.SCHEDULER)
