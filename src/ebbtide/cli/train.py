@@ -202,9 +202,8 @@ def _run(
     checkpoints = Checkpoints(training, out or Path())
     before = checkpoints.resume(resume) if resume is not None else None
     if before is not None:
-        if (
-            out is not None
-        ):  # its model may not be there: the run may have ended before that, or lacked the room
+        # The run may have ended before its model was written, or lacked the room.
+        if out is not None:
             with doing(f"writing the model to {out}", silent=not training.world.first):
                 training.engine.export(out, torch.float32)
         return before

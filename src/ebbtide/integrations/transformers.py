@@ -193,9 +193,8 @@ class Mixin(_Base):
         assert self.engine is not None
         folder = Path(checkpoint)
         if (folder / FOLDER).is_dir():
-            with (
-                as_drawn()
-            ):  # Trainer has random numbers of its own, and takes them up once its sampler has drawn
+            # Trainer has random numbers of its own, and takes them up once its sampler has drawn.
+            with as_drawn():
                 self.engine.load(folder / FOLDER)
         elif (folder / private.OPTIMIZER).is_file():
             state = torch.load(folder / private.OPTIMIZER, map_location="cpu", weights_only=True)
