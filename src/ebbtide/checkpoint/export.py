@@ -6,6 +6,7 @@ get their names when all of them are on the disk. Ranks call it together, and th
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -81,6 +82,7 @@ class _Export:
             key: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             for key, tensor in self._tensors.items()
         }
+        self._dtype = next((one for one in self._dtypes.values() if one.is_floating_point), torch.float32)
         self.files = self._cut(largest)
         count = len(self.files)
         numbered = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -155,8 +157,14 @@ class _Export:
         for path in old:
             with suppress(OSError):
                 path.unlink()
-        config: Any = getattr(module, "config", None)
+        config: Any = copy.deepcopy(getattr(module, "config", None))
         if hasattr(config, "save_pretrained"):
+            for one in (
+                config,
+                *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())),
+            ):
+                if getattr(one, "dtype", None) is not None:
+                    one.dtype = self._dtype  # `from_pretrained` takes that
             config.architectures = [type(module).__name__]
             config.save_pretrained(folder)
         generation: Any = getattr(module, "generation_config", None)

@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbtide.config import Config, OptimizerConfig
-from ebbtide.engine.optimizer import EngineOptimizer, as_settings, joined
+from ebbtide.engine.optimizer import EngineOptimizer, as_settings, joined, training
 from ebbtide.errors import ConfigError, StateError, UnsupportedError
 from ebbtide.runtime.parameters.parameter_classes import name_of_managed
 from ebbtide.update_rules import BY_TORCH, UPDATE_RULES
@@ -44,8 +44,22 @@ def refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             f"{type(optimizer).__name__}.step(): {name}, one of its parameters, is in an engine's chunks, so it would "
             "find no gradient there. Call engine.step(). Where this optimizer has the settings that you want, hand it "
             "over: ebbtide.initialize(module, config, optimizer); where it is to train some parameters by itself, keep "
-            "those out of the chunks with `unmanaged`"
+            "those out of the chunks with `unmanaged`, and out of the param_groups that initialize() is given; then "
+            "step it before engine.step(), which drops all gradients"
         )
+    if _shares_a_parameter(optimizer):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step(): the engine's param_groups have its parameters, too, and would update "
+            "them a second time: give initialize() param_groups without them, and step this one before engine.step(). "
+            "Nothing was changed"
+        )
+
+
+def _shares_a_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """With an engine that is not closed."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = (group for own in list(training) for group in own.param_groups)
+    return any(id(parameter) in mine for group in groups for parameter in group["params"])
 
 
 def _managed_by(optimizer: torch.optim.Optimizer) -> str:

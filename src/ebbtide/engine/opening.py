@@ -16,7 +16,7 @@ from ebbtide.checkpoint.module_guard import refuse_held
 from ebbtide.checkpoint.weight_files import WeightFiles
 from ebbtide.config import Config
 from ebbtide.engine.foreign import handed_over
-from ebbtide.engine.optimizer import EngineOptimizer, OptimizerCalls, make_optimizer
+from ebbtide.engine.optimizer import EngineOptimizer, OptimizerCalls, make_optimizer, training
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.kernels import Kernels, cpu_kernels, gpu_kernels
 from ebbtide.nn.head_loss import obstacle
@@ -74,9 +74,10 @@ def open_session(
             if ranks is None or ranks.rank == 0:
                 warn_of_slow_products(choice, tiers.backend.kind)
             optimizer = make_optimizer(module, config.optimizer, groups, calls)
-            if handed is not None:
-                optimizer.join(handed)
         session = _take_over(module, config, choice, tiers, files, ranks, companions)
+        training.add(optimizer)
+        if handed is not None:
+            optimizer.join(handed)
     except BaseException:
         tiers.close_unused()
         raise

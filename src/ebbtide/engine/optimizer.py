@@ -21,6 +21,8 @@ NO_MOMENTS = (
 )
 joined: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers of torch's that were handed over."""
+training: weakref.WeakSet[EngineOptimizer] = weakref.WeakSet()
+"""Those of engines that are not closed."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether the last step changed nothing: its gradients were not finite."""
         self.handed: torch.optim.Optimizer | None = None
         """The one that was handed over: a scheduler on it changes the same groups."""
+        self._its_groups: list[dict[str, Any]] = []
+        """Of that one, as it came."""
+        self._hooks: list[Any] = []
         self._module, self._rule = module, settings.rule
         self._calls = calls
         super().__init__(groups, settings.settings)
@@ -98,7 +103,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def join(self, handed: torch.optim.Optimizer) -> None:
         """With an optimizer of torch's that was handed over: its groups are these, and what is loaded into it goes on to
         the engine."""
-        self.handed = handed
+        self.handed, self._its_groups = handed, handed.param_groups
         handed.param_groups = self.param_groups  # what a scheduler on it changes counts
         joined.add(handed)
         own = weakref.ref(self)
@@ -108,8 +113,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         def loaded(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             engines = own()
-            if engines is not None:
-                engines.load_state_dict(state_dict)
+            if engines is None:
+                return state_dict
+            engines.load_state_dict(state_dict)
             return {**state_dict, "state": {}}
 
         def shared(one: torch.optim.Optimizer) -> None:
@@ -117,9 +123,25 @@ class EngineOptimizer(torch.optim.Optimizer):
             if engines is not None:
                 one.param_groups = engines.param_groups
 
-        handed.register_state_dict_pre_hook(saved)
-        handed.register_load_state_dict_pre_hook(loaded)
-        handed.register_load_state_dict_post_hook(shared)
+        self._hooks = [
+            handed.register_state_dict_pre_hook(saved),
+            handed.register_load_state_dict_pre_hook(loaded),
+            handed.register_load_state_dict_post_hook(shared),
+        ]
+
+    def leave(self) -> None:
+        """The engine is closed. What was handed over is an ordinary one again: with the groups that it came with, and
+        what became of their settings."""
+        training.discard(self)
+        handed, self.handed = self.handed, None
+        if handed is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        joined.discard(handed)
+        for before, now in zip(self._its_groups, self.param_groups, strict=False):
+            before |= {key: value for key, value in now.items() if key in before and key != "params"}
+        handed.param_groups = self._its_groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Param groups, as `state_dict` gives them; and the moments of a torch.optim.AdamW or Adam, into the chunks."""

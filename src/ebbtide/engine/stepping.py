@@ -139,8 +139,15 @@ class Stepping:
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""
         self._core.clear()
-        if self._core.scaler is not None:
-            self._core.scaler.update(True)
+        scaler = self._core.scaler
+        if scaler is not None and scaler.exhausted and self._config.nonfinite != "continue":
+            raise NonFiniteError(
+                f"step {self._core.number}: {bad}, though losses are scaled by no more than {scaler.scale:.1e}: all "
+                f"steps since it was larger were skipped, and the weights are as before them. {self._what_is_away()}"
+                'Look for values that are not finite in weights or data, train in bf16, or set nonfinite = "continue"'
+            )
+        if scaler is not None:
+            scaler.update(True)
         elif self._config.nonfinite != "continue":
             raise NonFiniteError(
                 f"step {self._core.number}: {bad}; the weights are as before the step. {self._what_is_away()}Lower the "

@@ -394,6 +394,7 @@ class Engine:
         if self._recording is not None:
             self._recording.end()
         self._checkpoints.saver.close()
+        self._core.optimizer.leave()
         self._session.swapped = ""
         for average in list(self._session.averages):
             average.close()

@@ -28,7 +28,8 @@ class Choice:
     hosted: dict[str, nn.Module]
     """Modules that are computed on the host; their parameters are unmanaged, and live there."""
     buffer_dtype: torch.dtype | None
-    """What floating buffers become, as with `module.to(dtype)`; None where they keep their own."""
+    """What floating buffers become, as with `module.to(dtype)`; None where they keep their own: in a module that mixes
+    dtypes, or is in that one already, whatever its buffers are in."""
 
 
 def choose(module: nn.Module, config: Config) -> Choice:
@@ -67,11 +68,12 @@ def choose(module: nn.Module, config: Config) -> Choice:
     dtypes = {n: target if target and p.dtype.is_floating_point else p.dtype for n, p in named.items()}
     for name, parameter in managed.items():
         refuse_hooks(name, parameter, dtypes[name])
-    _refuse_shared_memory(module, named, dtypes, target)
+    converted = target if found != {target} else None
+    _refuse_shared_memory(module, named, dtypes, converted)
     for name, buffer in module.named_buffers():
         if is_split(buffer):
             raise UnsupportedError(f"{name} is a buffer and a DTensor; only parameters may be split")
-    return Choice(managed, unmanaged, dtypes, hosted, target)
+    return Choice(managed, unmanaged, dtypes, hosted, converted)
 
 
 def _refuse_shared_memory(

@@ -46,10 +46,8 @@ class Unmanaged:
         self.masters: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self.steps = dict.fromkeys(self.parameters, 0)
-        self._versions: dict[str, int] = {}
-        """Of parameters with a master, as we left them."""
-        self._buffers: list[tuple[nn.Module, str, torch.dtype]] = []
-        """In the dtypes that they came with."""
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        """As they came; where that is another dtype than here, in RAM."""
 
     def take_over(self, choice: Choice) -> None:
         """Brings parameters and buffers to the device and into their dtype, as `module.to` would."""
@@ -66,7 +64,6 @@ class Unmanaged:
                 parameter.data = flat.as_strided(value.shape, value.stride())
                 if trained:
                     self.masters[name] = master
-                    self._versions[name] = parameter._version
             else:
                 parameter.data = value.to(self._device(name), target)
         for child in self.module.modules():
@@ -79,18 +76,22 @@ class Unmanaged:
                     else buffer.dtype
                 )
                 device = torch.device("cpu") if id(child) in self._hosted_modules else self.device
-                self._buffers.append((child, key, buffer.dtype))
-                child._buffers[key] = buffer.to(device, dtype)
+                here = buffer.to(device, dtype)
+                self._buffers.append((child, key, here if buffer.dtype == dtype else buffer.cpu()))
+                child._buffers[key] = here
 
     def hand_back(self, own: Mapping[str, torch.Tensor]) -> None:
         """The module is an ordinary one again: parameters have these values, and buffers are in RAM, as they came."""
         for name, parameter in self.parameters.items():
             parameter.grad = None
             parameter.data = own[name]
-        for child, key, dtype in self._buffers:
+        for child, key, before in self._buffers:
             buffer = child._buffers.get(key)
             if buffer is not None:
-                child._buffers[key] = buffer.to("cpu", dtype)
+                found = buffer.cpu()
+                # What nobody has written is as exact as it came.
+                same = before.dtype != found.dtype and torch.equal(before.to(found.dtype), found)
+                child._buffers[key] = before if same else found.to(before.dtype)
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name in self.hosted else self.device
@@ -206,9 +207,8 @@ class Unmanaged:
         flat = dense(parameter.detach())
         if master is None and parameter.dtype in HALVES and _trainable(parameter):
             self.masters[name] = flat.float()
-        elif master is not None and parameter._version != self._versions[name]:
+        elif master is not None:  # a write through `.data` is counted nowhere
             follow(flat, master, self.kernels_of(name))
-        self._versions[name] = parameter._version
         return self.masters.get(name)
 
     def write(self, name: str, value: torch.Tensor) -> None:
@@ -220,7 +220,6 @@ class Unmanaged:
         laid = torch.empty_strided(parameter.shape, parameter.stride())
         master.copy_(dense(laid.copy_(value)))
         self.kernels_of(name).split(master, dense(parameter), master)
-        self._versions[name] = self.parameters[name]._version
 
     def discard(self) -> None:
         for parameter in self.parameters.values():

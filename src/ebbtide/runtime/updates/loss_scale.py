@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+LEAST = 2.0**-14
+"""A smaller one would make numbers of fp16 vanish that are not small."""
+
 
 @dataclass
 class LossScaler:
@@ -17,13 +20,18 @@ class LossScaler:
 
     def update(self, overflowed: bool) -> None:
         if overflowed:
-            self.scale = max(self.scale * self.backoff, 1.0)
+            self.scale = max(self.scale * self.backoff, LEAST)
             self.quiet = 0
             return
         self.quiet += 1
         if self.quiet == self.interval:
             self.scale = min(self.scale * self.growth, 2.0**24)
             self.quiet = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """It cannot be lowered any more: what overflows now is not finite in itself."""
+        return self.scale <= LEAST
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,180 @@
+"""What lies beside the chunks: buffers, parameters outside of them, and optimizers of torch's."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import ebbtide
+from ebbtide.errors import BudgetError, NonFiniteError, UnsupportedError
+from ebbtide.runtime.updates.loss_scale import LEAST
+from harness import config_of
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)).square().mean()
+
+
+def batch(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(2, 8, dtype=dtype)
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=4096, **sizes))
+
+
+def test_buffers_of_a_model_that_is_in_its_precision_keep_their_own(tmp_path: Path) -> None:
+    """Rotary frequencies of a Llama in bf16 are fp32, and stay so: rounded, positions in the thousands would be off."""
+    llama().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    before = model.model.rotary_emb.inv_freq.clone()
+    assert before.dtype == torch.float32
+    engine = ebbtide.initialize(model, config_of(precision="bf16"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert torch.equal(engine.release().model.rotary_emb.inv_freq, before)
+
+
+def test_buffers_that_were_rounded_come_back_as_they_were_unless_they_were_written() -> None:
+    net = Net()
+    net.register_buffer("scale", torch.tensor([1 / 3, 2 / 3]))
+    net.register_buffer("count", torch.tensor([1 / 3]))
+    before = copy.deepcopy(dict(net.named_buffers()))
+    engine = ebbtide.initialize(net, config_of(precision="bf16"))
+    assert net.scale.dtype == torch.bfloat16  # as by module.to(torch.bfloat16)
+    net.count.fill_(2.0)
+    engine.release()
+    assert torch.equal(net.scale, before["scale"]) and net.count.dtype == torch.float32 and net.count == 2
+
+
+@pytest.mark.parametrize("write", ["data", "resident"])
+def test_what_is_written_through_data_outside_the_chunks_counts(write: str) -> None:
+    net = Net()
+    engine = ebbtide.initialize(net, config_of(precision="bf16", unmanaged=["head.*"]))
+    engine.backward(engine(batch(torch.bfloat16)))
+    engine.step()
+    if write == "data":
+        net.head.weight.data.mul_(0)
+    else:
+        with engine.resident(write=True):
+            net.head.weight.data.mul_(0)
+    with engine.weights("head.weight") as found:
+        assert not found["head.weight"].any()
+    assert not engine.state_dict()["head.weight"].any()
+    engine.close()
+
+
+def test_another_optimizer_over_the_engines_parameters_outside_the_chunks_is_refused() -> None:
+    net = Net()
+    engine = ebbtide.initialize(net, config_of(precision="fp32", unmanaged=["head.*"]))
+    other = torch.optim.SGD(net.head.parameters(), lr=0.1)
+    engine.backward(engine(batch()))
+    with pytest.raises(UnsupportedError, match="would update them a second time: give initialize"):
+        other.step()
+    engine.step()
+    engine.release()
+    other.step()  # there is no engine any more
+
+
+def test_one_over_parameters_that_no_group_has_trains_them_as_plain_pytorch_does() -> None:
+    found = []
+    for ours in (True, False):
+        net = Net()
+        body, other = list(net.body.parameters()), torch.optim.SGD(net.head.parameters(), lr=0.1)
+        settings = config_of(precision="fp32", unmanaged=["head.*"], optimizer={"lr": 0.0})
+        engine = ebbtide.initialize(net, settings, body) if ours else None
+        for _ in range(3):
+            loss = net(batch())
+            loss.backward()
+            other.step()
+            if engine is not None:
+                engine.step()
+            net.zero_grad()
+        found.append(net.head.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_an_optimizer_that_was_handed_over_is_free_again_with_its_engine() -> None:
+    net = Net()
+    given = torch.optim.Adam(net.parameters(), lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)
+    groups = given.param_groups
+    with pytest.raises(BudgetError):
+        ebbtide.initialize(net, config_of(precision="fp32", device={"memory": 16}, host={"memory": 0}), given)
+    assert given.param_groups is groups and groups[0]["decoupled_weight_decay"]
+    engine = ebbtide.initialize(net, config_of(precision="fp32"), given)
+    assert engine.config.optimizer.name == "adamw"
+    given.param_groups[0]["lr"] = 0.2
+    engine.backward(engine(batch()))
+    engine.step()
+    with pytest.raises(UnsupportedError, match="handed over"):
+        given.step()
+    saved = torch.optim.Adam(Net().parameters(), lr=0.3, weight_decay=0.1, decoupled_weight_decay=True)
+    net = engine.release()
+    assert given.param_groups is groups and groups[0]["decoupled_weight_decay"] and groups[0]["lr"] == 0.2
+    net(batch()).backward()
+    given.step()
+    given.load_state_dict(saved.state_dict())
+    assert given.param_groups[0]["lr"] == 0.3
+
+
+def test_moments_that_are_loaded_reach_the_second_engine_of_an_optimizer() -> None:
+    plain = Net()
+    trained = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain(batch()).backward()
+    trained.step()
+    net = Net()
+    given = torch.optim.AdamW(net.parameters(), lr=0.1)
+    ebbtide.initialize(net, config_of(precision="fp32"), given).release()
+    engine = ebbtide.initialize(net, config_of(precision="fp32"), given)
+    given.load_state_dict(trained.state_dict())
+    assert engine.steps == 1
+    engine.close()
+
+
+def test_a_scale_that_cannot_be_lowered_stops_the_run() -> None:
+    """fp16: gradients that overflow whatever the scale, as those of a weight that is not finite."""
+    net = Net()
+    engine = ebbtide.initialize(net, config_of(precision="fp16", clip=None))
+    engine.backward(
+        engine(batch(torch.float16)).float() * 2.0**20
+    )  # a large loss, which a small scale serves
+    engine.step()
+    steps = 0
+    while not engine.steps:
+        engine.backward(engine(batch(torch.float16)).float() * 2.0**20)
+        engine.step()
+        steps += 1
+        assert steps < 40
+    assert LEAST <= engine.loss_scale < 1.0
+    sha = engine.weights_sha256()
+    with pytest.raises(NonFiniteError, match=r"all steps since it was larger were skipped"):
+        for _ in range(40):
+            engine.backward(engine(batch(torch.float16)).float() * float("inf"))
+            engine.step()
+    assert engine.weights_sha256() == sha
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pretrained_takes_an_export_in_the_dtype_that_it_is_in(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = llama().to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    model.config.dtype = own = model.dtype
+    engine = ebbtide.initialize(model, config_of(precision="bf16"))
+    engine.export(tmp_path, dtype)
+    assert model.config.dtype == own  # the user's own is left alone
+    engine.close()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert read.dtype == dtype
