@@ -412,10 +412,10 @@ def test_resuming_tells_settings_and_text_that_differ(train: Command, small: str
 
 def test_what_the_run_writes_is_no_text_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text " * 100)
-    before = load_text(str(tmp_path), tmp_path / "run").digest()
+    before = load_text(str(tmp_path), tmp_path / "run").digest
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("numbers")
-    assert load_text(str(tmp_path), tmp_path / "run").digest() == before != load_text(str(tmp_path)).digest()
+    assert load_text(str(tmp_path), tmp_path / "run").digest == before != load_text(str(tmp_path)).digest
 
 
 def test_an_earlier_run_is_not_written_over(train: Command, small: str, tmp_path: Path) -> None:

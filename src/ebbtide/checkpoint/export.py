@@ -157,8 +157,9 @@ class _Export:
         for path in old:
             with suppress(OSError):
                 path.unlink()
-        config: Any = copy.deepcopy(getattr(module, "config", None))
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):
+            config = copy.deepcopy(config)
             for one in (
                 config,
                 *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())),

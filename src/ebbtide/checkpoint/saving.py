@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.checkpoint import shared_folders
-from ebbtide.checkpoint.folders import INDEX, RunFolder, not_written, write_synced
+from ebbtide.checkpoint.folders import INDEX, LOOK, RunFolder, not_written, write_synced
 from ebbtide.checkpoint.rank_files import Snapshot
 from ebbtide.errors import DiskError, warn_user
 from ebbtide.memory.budget import SNAPSHOT
@@ -29,8 +29,6 @@ from ebbtide.runtime.session import Session
 
 OTHERS_END = 60.0
 """Seconds that others have to end what they write, when it is in vain."""
-LOOK = 0.05
-"""Seconds between two looks for the other ranks' files."""
 SEEN = 5.0
 """Seconds until a file that another machine has renamed is seen here."""
 

@@ -84,7 +84,7 @@ class Checkpoints:
                 )
             else:
                 found.append(f"{name} stays {before[key]!r}, as in the checkpoint; {value!r} is not used")
-        if state.get("text") not in (None, self._training.text.digest()):
+        if state.get("text") not in (None, self._training.text.digest):
             found.append("--data has other text than when the checkpoint was saved")
         for line in found:
             print(f"ebbtide: {line}", file=sys.stderr)
@@ -107,7 +107,7 @@ class Checkpoints:
             "seconds": training.seconds,
             "result": result,
             "settings": _settings(training.config),
-            "text": training.text.digest(),
+            "text": training.text.digest,
         }
         with doing(f"saving step {done} to {self._folder}", silent=not training.world.first):
             saved = training.engine.save(self._folder, state, keep=training.task.keep)

@@ -7,6 +7,7 @@ import os
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Text:
     train: torch.Tensor
     valid: torch.Tensor
 
+    @cached_property
     def digest(self) -> str:
         """Another one, another text."""
         found = hashlib.blake2b(digest_size=16)

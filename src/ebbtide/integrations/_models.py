@@ -25,7 +25,7 @@ PREPARED = "_is_accelerate_prepared"
 
 
 class HeldEngine(Engine):
-    """An adapter's: what it gives back is a bare module, whoever asks for it."""
+    """The engine of an adapter: `release()` gives a bare module back, whether the adapter or the user calls it."""
 
     def save_as_stock(self, folder: Path, keep: int = 1) -> Path:
         """Also in the midst of a step, where frameworks save as well: when they are told to end, or evaluate there."""
@@ -33,7 +33,7 @@ class HeldEngine(Engine):
             if self.gradients_held:
                 warn_user(
                     "a checkpoint is saved in the midst of a step: the gradients of its first micro-batches are not in "
-                    "it, as in those of stock; whoever resumes from it goes on without them"
+                    "it, as in those of stock; a run that resumes from it goes on without them"
                 )
             return self._checkpoints.save(folder, None, keep, background=False, within_step=True)
 

@@ -61,7 +61,7 @@ class EbbtidePrecision(Precision):
 
     @property
     def _went(self) -> bool:
-        """Whether gradients are there for the next step, whoever went backward."""
+        """Whether a backward pass, the Trainer's or the module's own, has brought gradients for the next step."""
         engine = self._strategy.engine
         return engine is not None and engine.gradients_held
 

@@ -89,7 +89,7 @@ class Unmanaged:
             buffer = child._buffers.get(key)
             if buffer is not None:
                 found = buffer.cpu()
-                # What nobody has written is as exact as it came.
+                # A buffer that was not written since is as exact as it came.
                 same = before.dtype != found.dtype and torch.equal(before.to(found.dtype), found)
                 child._buffers[key] = before if same else found.to(before.dtype)
 
