@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ebbtide
-from ebbtide.errors import BudgetError, NonFiniteError, UnsupportedError
+from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, UnsupportedError
 from ebbtide.runtime.updates.loss_scale import LEAST
 from harness import config_of
 
@@ -178,3 +180,76 @@ def test_from_pretrained_takes_an_export_in_the_dtype_that_it_is_in(
     engine.close()
     read = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert read.dtype == dtype
+
+
+def half_frozen() -> tuple[Net, ebbtide.Engine]:
+    net = Net()
+    net.head.requires_grad_(False)
+    return net, ebbtide.initialize(net, config_of(precision="bf16", clip=None), list(net.parameters()))
+
+
+def averaged_step(engine: ebbtide.Engine, expected: dict[str, torch.Tensor]) -> None:
+    engine.backward(engine(batch(torch.bfloat16)))
+    engine.step()
+    for name, value in engine.state_dict().items():
+        expected[name] = expected[name] + (value - expected[name]) * 0.5
+
+
+def test_an_average_takes_in_what_is_unfrozen_later(tmp_path: Path) -> None:
+    net, engine = half_frozen()
+    average, expected = engine.ema(0.5), engine.state_dict()
+    averaged_step(engine, expected)
+    engine.save(tmp_path / "frozen")
+    net.head.requires_grad_(True)
+    averaged_step(engine, expected)
+    averaged_step(engine, expected)
+    found = average.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    engine.save(tmp_path / "unfrozen")
+    averaged_step(engine, expected)
+    engine.load(tmp_path / "unfrozen")
+    assert all(torch.equal(found[name], value) for name, value in average.state_dict().items())
+    engine.load(tmp_path / "frozen")  # a head that was never trained is its own average
+    assert torch.equal(average.state_dict()["head.weight"], engine.state_dict()["head.weight"])
+    assert not torch.equal(average.state_dict()["body.weight"], engine.state_dict()["body.weight"])
+    engine.close()
+    other, second = half_frozen()
+    average = second.ema(0.5)
+    second.load(tmp_path / "unfrozen")
+    assert all(torch.equal(found[name], value) for name, value in average.state_dict().items())
+    other.head.requires_grad_(True)
+    second.close()
+
+
+def test_an_average_that_an_interrupt_met_takes_each_weight_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ebbtide.initialize(Net(), config_of(precision="fp32", clip=None))
+    average, expected = engine.ema(0.5), engine.state_dict()
+    real = torch.Tensor.copy_
+    for left in range(8):
+        calls = iter(range(1000))
+
+        def copy(self: torch.Tensor, *args: Any, calls: Any = calls, left: int = left) -> torch.Tensor:
+            found = real(self, *args)
+            if next(calls) == left:
+                raise KeyboardInterrupt
+            return found
+
+        engine.backward(engine(batch()))
+        engine.step()
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(torch.Tensor, "copy_", copy)
+            average.catch_up()
+        for name, value in engine.state_dict().items():
+            expected[name] = expected[name] + (value - expected[name]) * 0.5
+        found = average.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    engine.close()
+
+
+def test_a_decay_that_is_none_is_refused_when_it_is_set() -> None:
+    engine = ebbtide.initialize(Net(), config_of(precision="fp32"))
+    average = engine.ema(0.5)
+    with pytest.raises(ConfigError, match="a decay from 0 to 1"):
+        average.decay = 5.0
+    average.decay = 0.75
+    engine.close()

@@ -108,6 +108,42 @@ def test_a_batch_that_does_not_divide_is_refused(text: Path) -> None:
     )
 
 
+def both(flags: list[list[str]]) -> list[tuple[int, str]]:
+    """Two ranks that are told something each: the exit status, and what is said."""
+    port = free_port()
+    ranks = [start(rank, 2, port, *mine) for rank, mine in enumerate(flags)]
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_ranks_that_are_told_different_things_end_and_say_what(text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[1:])
+    for data, steps, expected in [
+        ((text, text), ("2", "3"), "--steps is 2 on rank 0 and 3 on rank 1"),
+        ((text, other), ("2", "2"), "the text of --data (its digest) is"),
+    ]:
+        told = [["--data", str(data[rank]), "--steps", steps[rank]] for rank in range(2)]
+        for status, said in both(told):
+            assert status == 2 and expected in said and "Traceback" not in said
+
+
+def test_resume_auto_where_one_rank_finds_no_checkpoint(text: Path, tmp_path: Path) -> None:
+    flags = ["--data", str(text), "--steps", "2", "--save-every", "1", "--out"]
+    assert alone(*flags, str(tmp_path / "here")).returncode == 0
+    for status, said in both(
+        [[*flags, str(tmp_path / name), "--resume", "auto"] for name in ("here", "gone")]
+    ):
+        assert status == 2 and "Traceback" not in said
+        assert "rank 0 finds a checkpoint in" in said and "rank 1 finds none" in said
+    assert RunFolder(tmp_path / "gone" / "checkpoints").latest() is None
+
+
 def test_the_others_end_when_one_dies_and_name_it(text: Path, tmp_path: Path) -> None:
     out, port = tmp_path / "run", free_port()
     flags = ["--data", str(text), "--steps", "100000", "--save-every", "2", "--out", str(out)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ebbtide
 import zoo
@@ -304,5 +305,37 @@ def test_a_hook_of_the_optimizers_that_raises_breaks_nothing(precision: str, upd
         step(one, 2)
     assert engine.weights_sha256() == plain.weights_sha256()
     assert engine.loss_scale == plain.loss_scale
+    engine.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("by", ["engine", "optimizer"])
+def test_hooks_of_a_step_run_once(by: str) -> None:
+    """Whoever is called: a hook that halves the rate, or counts, would else do so twice."""
+    engine, plain = engine_of(clip=None), engine_of(clip=None)
+    called: list[str] = []
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        called.append("before")
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+
+    engine.optimizer.register_step_pre_hook(halve)
+    engine.optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    everywhere = register_optimizer_step_post_hook(
+        lambda optimizer, *_: called.append("global") if optimizer is engine.optimizer else None
+    )
+    try:
+        for number in range(3):
+            engine.backward(engine(**zoo.ZOO["gpt2"].batch(number)).loss)
+            engine.step() if by == "engine" else engine.optimizer.step()
+            assert called == ["before", "after", "global"]
+            halve(plain.optimizer)
+            step(plain, number)
+            called.clear()
+    finally:
+        everywhere.remove()
+    assert engine.steps == 3
+    assert engine.weights_sha256() == plain.weights_sha256()
     engine.close()
     plain.close()

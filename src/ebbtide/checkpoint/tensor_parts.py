@@ -54,6 +54,13 @@ class TensorPart:
 
 def parts_of(session: Session, everything: bool = False) -> Iterator[TensorPart]:
     """In the order of the chunks. With `everything`, state that was never written, too, for values that may come."""
+    yield from parts_of_model(session, everything)
+    for average in session.averages:
+        yield from average.parts()
+
+
+def parts_of_model(session: Session, everything: bool = False) -> Iterator[TensorPart]:
+    """All but averages."""
     for index, members in enumerate(session.data.members):
         states = [chunk for chunk in session.store.state_chunks(index) if chunk.kind != "master"]
         for member in members:
@@ -64,8 +71,6 @@ def parts_of(session: Session, everything: bool = False) -> Iterator[TensorPart]
     yield from _unmanaged(session, everything)
     for name, buffer in values.persistent_buffers(session.module):
         yield _of_tensor(f"{BUFFERS}/{name}", buffer)
-    for average in session.averages:
-        yield from average.parts()
 
 
 def _weights(session: Session, member: int) -> TensorPart:

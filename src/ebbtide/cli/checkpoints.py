@@ -50,8 +50,7 @@ class Checkpoints:
         """From the newest checkpoint of this run, where there is one, or from the one that is named. What the run had
         come to, where it was at its end."""
         folder = self._folder if wanted == AUTO else Path(wanted)
-        there = RunFolder(folder).latest() is not None
-        if wanted == AUTO and not self._training.world.all(there)[0]:
+        if wanted == AUTO and not self._found_by_all(folder):
             return None
         state = self._training.engine.load(folder)
         try:
@@ -66,6 +65,16 @@ class Checkpoints:
         self._tell_what_differs(task, state)
         result: dict[str, Any] | None = state["result"]
         return result if result is not None and self._last >= self._training.task.steps else None
+
+    def _found_by_all(self, folder: Path) -> bool:
+        """Whether there is a checkpoint; all ranks must say the same, or some would begin anew beside the others."""
+        there = self._training.world.all(RunFolder(folder).latest() is not None)
+        if len(set(there)) > 1:
+            raise ConfigError(
+                f"--resume auto: rank {there.index(True)} finds a checkpoint in {folder}, and rank {there.index(False)} "
+                "finds none: all ranks need the same folder, on storage that they share. Nothing was changed"
+            )
+        return any(there)
 
     def _tell_what_differs(self, task: dict[str, Any], state: dict[str, Any]) -> None:
         """Older checkpoints know neither settings nor text."""

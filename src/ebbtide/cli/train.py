@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from ebbtide.errors import ConfigError
 from ebbtide.strict import read_file
 
 if TYPE_CHECKING:
+    from ebbtide.cli.data import Text
     from ebbtide.cli.loop import Training
 
 DATA = "A text file or folder; left out: the sources of the Python standard library, as bytes."
@@ -124,7 +126,9 @@ def train(
         if precision is None:
             settings = _in_fast_precision(settings, config)
         with doing(f"building {model}, and taking it into chunks", silent=not world.first):
-            training = Training(task, settings, text=load_text(data, out), world=world)
+            text = load_text(data, out)
+            world.require_same(_told(task, text, resume))
+            training = Training(task, settings, text=text, world=world)
         try:
             ours = settings.precision != asked
             quiet = json or not world.first
@@ -133,6 +137,13 @@ def train(
             training.close()
     if world.first:
         (print_json if json else print_result)(result)
+
+
+def _told(task: TrainTask, text: Text, resume: str | None) -> dict[str, Any]:
+    """What all ranks must be told alike beside the config, which the engine compares. The text may have a path of its
+    own on each machine."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in asdict(task).items() if name != "data"}
+    return {**flags, "--resume": resume, "the text of --data (its digest)": text.digest}
 
 
 def _check(model: str, data: str | None, out: Path | None, resume: str | None) -> None:

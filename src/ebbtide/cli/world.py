@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +56,16 @@ class World:
         except RuntimeError as error:
             raise lost(self.rank, self.size, error) from error
         return found
+
+    def require_same(self, told: Mapping[str, Any]) -> None:
+        """Ends all ranks where one was told something else: each would train on with its own."""
+        everywhere = self.all(dict(told))
+        for rank, theirs in enumerate(everywhere):
+            for what, other in theirs.items():
+                if other != (first := everywhere[0][what]):
+                    raise ConfigError(
+                        f"ranks must be started alike: {what} is {first!r} on rank 0 and {other!r} on rank {rank}"
+                    )
 
     def mean(self, values: Sequence[float]) -> float:
         """Over all values of all ranks."""

@@ -9,14 +9,14 @@ places.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from ebbtide.checkpoint import values
-from ebbtide.checkpoint.tensor_parts import WEIGHTS, TensorPart, parts_of
+from ebbtide.checkpoint.tensor_parts import WEIGHTS, TensorPart, parts_of_model
 from ebbtide.errors import ConfigError, StateError, warn_user
 from ebbtide.memory.budget import AVERAGE
 from ebbtide.memory.chunk_access import PORTION
@@ -33,6 +33,11 @@ class _AveragedTensor:
     weights: TensorPart
     flat: torch.Tensor
 
+    def begin(self) -> None:
+        """It is the weights of now."""
+        for first, average in self.portions():
+            self.weights.load(first, average)
+
     def portions(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(the first element of the whole tensor, this much of the average)."""
         begin, _ = self.weights.range
@@ -40,58 +45,102 @@ class _AveragedTensor:
             yield begin + start, self.flat[start : start + PORTION]
 
 
+class _DueStep:
+    """A step whose weights are not in the average yet, or in some of it: what ends that half-way is gone on from."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.taken: set[tuple[int, int]] = set()
+        """Portions: the parameter, and the first element."""
+        self.taking: tuple[int, int, torch.Tensor] | None = None
+        """One that is under way: the parameter, the first element, and what its average comes to."""
+
+
 class Average:
     """What `engine.ema(decay)` gives. `decay` may be set between steps."""
 
     def __init__(self, session: Session, decay: float) -> None:
-        self.decay = require_decay(decay)
+        self._decay = require_decay(decay)
         self.label = f"{BEGINS}{decay}"
         self._session = session
-        self._due: list[float] = []
-        """Decays of steps whose weights are not in it yet."""
+        self._due: list[_DueStep] = []
+        """The last step, if its weights are not in it yet."""
         self._exchanging: tuple[int, int, torch.Tensor, torch.Tensor] | None = None
         """Of a swap that is under way: the parameter, its first element, and what average and weights were there."""
         self._exchanged: set[tuple[int, int]] = set()
-        weights = (part for part in parts_of(session) if part.key.startswith(f"{WEIGHTS}/"))
-        parts = [
-            part for part in weights if part.dtype == torch.float32
-        ]  # others have no master: they are frozen
-        sizes = [part.range[1] - part.range[0] for part in parts]
         self._tier = session.store.near
-        nbytes = 4 * sum(sizes)
-        session.room.make(self._tier, nbytes)
-        session.ledger.reserve(self._tier, AVERAGE, nbytes)
-        self._release = weakref.finalize(self, session.ledger.release, self._tier, AVERAGE, nbytes)
-        self._settle()
-        self._kept = [
-            _AveragedTensor(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)
-        ]
-        self.restart()
+        self._kept: list[_AveragedTensor] = []
+        self._reserved: list[weakref.finalize[..., Average]] = []
+        self._trained: object = None
+        """What was trained when it looked for weights last."""
+        self.widen()
+
+    @property
+    def decay(self) -> float:
+        return self._decay
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        self._decay = require_decay(value)
 
     # -- what it takes in -----------------------------------------------------------------------------
 
-    def restart(self) -> None:
-        """It is the weights of now."""
-        self._due.clear()
-        for kept in self._kept:
-            for first, average in kept.portions():
-                kept.weights.load(first, average)
+    def widen(self) -> None:
+        """Takes in weights that it has not: at its beginning all that are trained, later those that are unfrozen, which
+        are their own average until then."""
+        session, trained = self._session, self._trained_now()
+        if trained == self._trained:
+            return
+        known = {kept.weights.key for kept in self._kept}
+        parts = [part for part in _trained_weights(session) if part.key not in known]
+        sizes = [part.range[1] - part.range[0] for part in parts]
+        nbytes = 4 * sum(sizes)
+        session.room.make(self._tier, nbytes)
+        session.ledger.reserve(self._tier, AVERAGE, nbytes)
+        self._reserved.append(weakref.finalize(self, session.ledger.release, self._tier, AVERAGE, nbytes))
+        self._settle()
+        found = [_AveragedTensor(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)]
+        for kept in found:
+            kept.begin()
+        self._kept += found
+        self._trained = trained
+
+    def _trained_now(self) -> object:
+        """Changes where parameters get a master."""
+        outside = self._session.unmanaged.parameters.values()
+        return list(self._session.data.trained), [parameter.requires_grad for parameter in outside]
 
     def stepped(self) -> None:
         """The weights have had an update."""
-        self._due.append(require_decay(self.decay))
+        self._due.append(_DueStep(self.decay))
 
     def catch_up(self) -> None:
         """Takes in the weights of the last step. Nothing has changed them since."""
         if not self._due:
             return
-        [decay], self._due = self._due, []
-        share = 1.0 - decay
-        for kept in self._kept:
+        [due] = self._due
+        share = 1.0 - due.decay
+        self._finish_taking(due)
+        for number, kept in enumerate(self._kept):
             for first, average in kept.portions():
+                if (number, first) in due.taken:
+                    continue
                 weights = torch.empty_like(average)
                 kept.weights.load(first, weights)
-                average.add_(weights.sub_(average).mul_(share))
+                torch.add(average, weights.sub_(average).mul_(share), out=weights)
+                due.taking = number, first, weights
+                self._finish_taking(due)
+        self._due.clear()
+
+    def _finish_taking(self, due: _DueStep) -> None:
+        if due.taking is None:
+            return
+        number, first, result = due.taking
+        kept = self._kept[number]
+        begin, _ = kept.weights.range
+        kept.flat[first - begin : first - begin + result.numel()].copy_(result)
+        due.taken.add((number, first))
+        due.taking = None
 
     # -- what it gives --------------------------------------------------------------------------------
 
@@ -144,6 +193,7 @@ class Average:
 
     def parts(self) -> Iterator[TensorPart]:
         self.catch_up()
+        self.widen()
         for kept in self._kept:
             yield self._part(kept)
 
@@ -164,11 +214,13 @@ class Average:
         key = f"{self.label}/{kept.weights.key.partition('/')[2]}"
         return replace(kept.weights, key=key, load=load, store=store, lend=lend)
 
-    def loaded(self, stored: Sequence[str]) -> None:
-        """A checkpoint with these tensors was loaded: it has the average, or there is a new beginning."""
+    def loaded(self, stored: Collection[str]) -> None:
+        """A checkpoint with these tensors was loaded: of what its average has not there is a new beginning. Where the
+        rest is there, those were frozen when it was saved, and are their own average."""
         self._due.clear()
-        if not any(key.startswith(f"{self.label}/") for key in stored):
-            self.restart()
+        for kept in self._kept:
+            if self._part(kept).key not in stored:
+                kept.begin()
 
     def close(self) -> None:
         """Gives its memory back."""
@@ -177,7 +229,8 @@ class Average:
         if self in self._session.averages:
             self._session.averages.remove(self)
             self._kept.clear()
-            self._release()
+            for release in self._reserved:
+                release()
             self._settle()
 
     def _settle(self) -> None:
@@ -186,7 +239,14 @@ class Average:
         self._session.traces.settle(room.budget("device"), room.budget("host"))
 
 
-def warn_of_lost(stored: Sequence[str], averages: Sequence[Averaged]) -> None:
+def _trained_weights(session: Session) -> Iterator[TensorPart]:
+    """Those that have a master, or are in fp32 themselves; others are frozen."""
+    for part in parts_of_model(session):
+        if part.key.startswith(f"{WEIGHTS}/") and part.dtype == torch.float32:
+            yield part
+
+
+def warn_of_lost(stored: Collection[str], averages: Sequence[Averaged]) -> None:
     """Of those that a loaded checkpoint has and the engine has not."""
     there = {key.partition("/")[0] for key in stored if key.startswith(BEGINS)}
     for label in sorted(there - {one.label for one in averages}):

@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
+from ebbtide.engine.step_settings import checksum, require_alike, step_settings
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
 from ebbtide.memory.journal import LOOP
@@ -135,6 +136,19 @@ class EngineCore:
         """Gradients that the user's code has set to None are dropped."""
         if self.session.notice_dropped():
             self.forget_counts()
+
+    def meet_alike(self, deed: int) -> None:
+        """Where ranks share the chunks, all of them are there, to update with the same settings."""
+        session, groups = self.session, self.optimizer.param_groups
+        if session.sharing is None:
+            return
+        clip = self.config.clip if self.clip_once is None else self.clip_once
+        place = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        names = zip(session.data.names, session.data.parameters, strict=True)
+        group_of = {name: place.get(id(p), -1) for name, p in (*names, *session.unmanaged.parameters.items())}
+        settings = step_settings(groups, session.updates.rule.settings, clip, group_of)
+        if not session.meet(deed, self.steps, checksum(settings)):
+            require_alike(session.sharing.ranks, settings, self.number)
 
     def zero_grad(self) -> None:
         """What the user's zero_grad does."""

@@ -183,7 +183,7 @@ class Passes:
                 'updates = "in-backward": the gradients of this step were already consumed; call engine.step() before '
                 "the next backward"
             )
-        self._session.meet(LOSS, self._core.steps)
+        self._core.meet_alike(LOSS)
         self._session.catch_up_averages()
         for value in self._session.of_all_ranks([loss]):
             if self._config.nonfinite == "stop" and not math.isfinite(value):

@@ -83,7 +83,7 @@ class Checkpointing:
         if facts["ranks"] == (1 if ranks is None else ranks.size):
             resume.restore_random(state["random"])  # else each rank would draw the same
         self._core.mend()
-        stored = list(facts["tensors"])
+        stored = set(facts["tensors"])
         for average in session.averages:
             average.loaded(stored)
         warn_of_lost(stored, session.averages)

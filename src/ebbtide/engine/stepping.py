@@ -42,6 +42,8 @@ class Stepping:
         self._schedulers = Schedulers(core.optimizer)
         self.own_call = False
         """Whether it is the engine that calls the optimizer."""
+        self._called_by_optimizer = False
+        """Whether the loop called `optimizer.step()`, whose hooks run around this step."""
         self._factor = 1.0
         """What gradients are multiplied with."""
         self.last: StepResult | None = None
@@ -56,6 +58,15 @@ class Stepping:
         with self._core.in_call(), self._session.journal.at(EBBTIDE):
             self.last = found = self._step()
         return found
+
+    @contextmanager
+    def called_by_optimizer(self) -> Iterator[None]:
+        """Around a step that is `optimizer.step()`: its hooks run once."""
+        before, self._called_by_optimizer = self._called_by_optimizer, True
+        try:
+            yield
+        finally:
+            self._called_by_optimizer = before
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         self._core.check()
@@ -95,7 +106,7 @@ class Stepping:
             return StepResult(False, loss_scale=self.loss_scale)
         if self._config.updates != "in-backward":
             session.updates.regroup(self._core.optimizer.param_groups)
-        session.meet(STEP, self._core.steps)
+        self._core.meet_alike(STEP)
         session.average_unmanaged()
         self._refuse_nothing()
         if self._config.updates == "in-backward":
@@ -239,13 +250,16 @@ class Stepping:
             raise
 
     def _step_optimizer(self) -> None:
-        """Through `optimizer.step`, for schedulers count its calls."""
+        """Through `optimizer.step`, for schedulers count its calls, and hooks listen to it."""
         self._core.forget_counts()
-        self.own_call = True
-        try:
-            self._core.optimizer.step()
-        finally:
-            self.own_call = False
+        if self._called_by_optimizer:
+            self.update()
+        else:
+            self.own_call = True
+            try:
+                self._core.optimizer.step()
+            finally:
+                self.own_call = False
         if self._core.optimizer.handed is not None:
             self._core.optimizer.handed._opt_called = True  # type: ignore[attr-defined]  # what a scheduler on it asks for
 

@@ -154,7 +154,10 @@ class Engine:
 
     def _update(self) -> bool:
         """What `optimizer.step()` does: by the user's code it is called in place of `step`. Whether it was skipped."""
-        return self._stepping.update() if self._stepping.own_call else self.step().skipped
+        if self._stepping.own_call:
+            return self._stepping.update()
+        with self._stepping.called_by_optimizer():
+            return self.step().skipped
 
     @alone
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

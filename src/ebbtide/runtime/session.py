@@ -7,7 +7,7 @@ The engine is its face.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -46,7 +46,9 @@ class Averaged(Protocol):
 
     def catch_up(self) -> None: ...
 
-    def loaded(self, stored: Sequence[str]) -> None: ...
+    def loaded(self, stored: Collection[str]) -> None: ...
+
+    def widen(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -184,6 +186,8 @@ class Session:
         self.reclaim()
         self.interceptor.watch_gradients()
         self.unfreezing.notice()
+        for average in self.averages:
+            average.widen()
         if not self.idle and self.frozen:
             self._finish_pass()
         if not self.idle:
@@ -418,11 +422,12 @@ class Session:
         self.recording.abandon()
         self.executor.recorder = None
 
-    def meet(self, deed: int, number: int = 0) -> None:
-        """Where ranks share the chunks, all of them are there."""
-        if self.sharing is not None:
-            with self.journal.at(RANKS):
-                self.sharing.meet(deed, number)
+    def meet(self, deed: int, number: int = 0, check: int = 0) -> bool:
+        """Where ranks share the chunks, all of them are there. Whether all gave the same `check`."""
+        if self.sharing is None:
+            return True
+        with self.journal.at(RANKS):
+            return self.sharing.meet(deed, number, check)
 
     def of_all_ranks(self, losses: list[torch.Tensor]) -> list[float]:
         """Of each rank the first that is not finite, if there is one; else its last. Some stages of a pipeline have

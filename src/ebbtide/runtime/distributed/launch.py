@@ -41,6 +41,14 @@ def join(device: str, patience: timedelta | None = None) -> None:
 
 def join_if_launched(device: str) -> None:
     """A script under torchrun that does not join by itself would else train one model in each process, unknowingly."""
-    told = all(name in os.environ for name in SAYS) and launched()[0] > 1
-    if told and dist.is_available() and not dist.is_initialized():
-        join(device)
+    size, _ = launched()
+    if size == 1 or not dist.is_available() or dist.is_initialized():
+        return
+    missing = [name for name in SAYS if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE says that {size} processes train together, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not in the environment, so they cannot find each other. Start them "
+            "with torchrun, which sets all of it; a process that trains by itself unsets WORLD_SIZE"
+        )
+    join(device)
