@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 
 from ebbtide.cli.data import Text, load_text
@@ -20,6 +19,7 @@ from ebbtide.cli.settings import TrainTask
 from ebbtide.cli.signals import waiting
 from ebbtide.cli.world import World
 from ebbtide.config import Config
+from ebbtide.devices.job_memory import job_memory
 from ebbtide.engine import initialize, tune_memory
 from ebbtide.engine.recording import Recording
 from ebbtide.errors import ConfigError
@@ -271,7 +271,7 @@ class Training:
 
 def _check_size(task: TrainTask) -> None:
     """Token ids alone, eight bytes each."""
-    needed, total = 8 * task.batch * task.seq, psutil.virtual_memory().total
+    needed, total = 8 * task.batch * task.seq, job_memory().total
     if needed > total:
         raise ConfigError(
             f"--batch: {task.batch} sequences of {task.seq} take {format_size(needed)} as token ids alone, and the "

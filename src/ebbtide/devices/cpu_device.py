@@ -7,7 +7,6 @@ chunk's memory is what the next chunk lands in, and RSS stays at what is reserve
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import threading
 import time
@@ -18,11 +17,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import psutil
 import torch
 
 from ebbtide.devices import heap
 from ebbtide.devices.device import Event
+from ebbtide.devices.job_memory import job_memory
 from ebbtide.devices.pool import Slabs, in_pool, trim, users
 from ebbtide.kernels import cpu_kernels
 
@@ -244,15 +243,11 @@ class CpuBackend:
         """A storage meter tells chunks from other storages by itself."""
 
     def available(self) -> dict[str, int]:
-        free = psutil.virtual_memory().available
-        limit = _cgroup_limit()
-        if limit is not None:
-            free = min(free, limit - psutil.Process(os.getpid()).memory_info().rss)
-        free += in_pool().kept
+        free = job_memory().available + in_pool().kept
         return {"device": free, "host": free}
 
     def capacity(self) -> dict[str, int]:
-        total = min(psutil.virtual_memory().total, _cgroup_limit() or psutil.virtual_memory().total)
+        total = job_memory().total
         return {"device": total, "host": total}
 
     def synchronize(self) -> None:
@@ -268,12 +263,3 @@ class CpuBackend:
         for stream in self._streams.values():
             stream.close()
         trim(0)
-
-
-def _cgroup_limit() -> int | None:
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            text = file.read().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

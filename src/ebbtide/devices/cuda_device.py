@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import psutil
 import torch
 
 from ebbtide.devices.arena import Arena
 from ebbtide.devices.device import Event
+from ebbtide.devices.job_memory import job_memory
 from ebbtide.devices.pool import map_memory, users
 from ebbtide.errors import BudgetError
 from ebbtide.units import format_size
@@ -213,11 +213,11 @@ class CudaBackend:
 
     def available(self) -> dict[str, int]:
         free, _ = torch.cuda.mem_get_info(self.device)
-        return {"device": free, "host": psutil.virtual_memory().available + REGISTERED.free_bytes()}
+        return {"device": free, "host": job_memory().available + REGISTERED.free_bytes()}
 
     def capacity(self) -> dict[str, int]:
         _, total = torch.cuda.mem_get_info(self.device)
-        return {"device": total, "host": psutil.virtual_memory().total}
+        return {"device": total, "host": job_memory().total}
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

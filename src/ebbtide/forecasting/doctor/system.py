@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from ebbtide.devices.job_memory import job_memory
+
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
@@ -37,16 +39,16 @@ class System:
 
 def read_system() -> System:
     memory = psutil.virtual_memory()
-    limit = min(memory.total, _cgroup_memory() or memory.total)
+    ours = job_memory()
     online = os.cpu_count() or 1
     return System(
         cpu=_cpu_name(),
         flags=_cpu_flags(),
         cores=_cores(online),
         cores_online=online,
-        memory=limit,
+        memory=ours.total,
         memory_installed=memory.total,
-        available=min(memory.available, limit),
+        available=ours.available,
         swap_used=psutil.swap_memory().used,
         numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         huge_pages=_chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
@@ -67,13 +69,6 @@ def _cgroup_cores() -> float | None:
         quota = _text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
         period = _text("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _cgroup_memory() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if (text := _text(path)).isdigit():
-            return int(text)
-    return None
 
 
 def _cpu_name() -> str:
