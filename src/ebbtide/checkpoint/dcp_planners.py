@@ -49,7 +49,7 @@ from ebbtide.checkpoint.tensor_parts import BUFFERS, WEIGHTS, TensorPart, parts_
 from ebbtide.collecting import collecting_nothing
 from ebbtide.errors import ConfigError, IntegrityError, nearest
 from ebbtide.memory.disk.vectors import view
-from ebbtide.runtime.distributed.ranks import all_or_none
+from ebbtide.runtime.distributed.ranks import all_or_none, naming
 from ebbtide.runtime.parameters.binding import dense
 from ebbtide.runtime.session import Session
 
@@ -74,7 +74,7 @@ def write(
     if not rank:
         contents[FACTS] = json.dumps({**facts, "ranks": size, "tensors": described}).encode()
     mine = {key: part for key, part in parts.items() if not (part.common and rank)}
-    with _errors_as_raised():
+    with _errors_as_raised(), naming(ranks):
         write_distributed(
             {},
             storage_writer=ShardWriter(folder, rank=rank, snapshot=snapshot, shapes=described),
@@ -122,7 +122,7 @@ def read(
             for first, count in _pieces(part):
                 part.store(first, torch.zeros(count, dtype=part.dtype))
     planner = _ReadingPlanner(parts, facts["tensors"])
-    with _errors_as_raised():
+    with _errors_as_raised(), naming(ranks):
         read_distributed(
             {},
             storage_reader=ShardReader(folder, metadata),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.checkpoint import shared_folders
-from ebbtide.checkpoint.folders import INDEX, LOOK, RunFolder, not_written, write_synced
+from ebbtide.checkpoint.folders import INDEX, LOOK, SILENCE, RunFolder, not_written, write_synced
 from ebbtide.checkpoint.rank_files import Snapshot
 from ebbtide.errors import DiskError, warn_user
 from ebbtide.memory.budget import SNAPSHOT
@@ -108,8 +108,10 @@ class Saver:
         if self._ranks is None or not self._ranks.rank or self._unnamed is None or self.failed:
             return
         partial, target = self._unnamed
-        until = time.monotonic() + self._ranks.patience
+        until, in_vain = time.monotonic() + self._ranks.patience, False
         while partial.is_dir() and time.monotonic() < until:
+            if self._ranks.broken and not in_vain:
+                until, in_vain = min(until, time.monotonic() + OTHERS_END), True
             time.sleep(LOOK)
         until = time.monotonic() + SEEN
         while not (target / INDEX).is_file():
@@ -142,8 +144,10 @@ class PendingSave:
         self._partial, self._run, self._step, self._keep = partial, run, step, keep
         self.error: BaseException | None = None
         self._over = threading.Event()
-        self._left: float | None = None
-        """When the process wanted to end."""
+        self._in_vain: float | None = None
+        """When the process wanted to end, or it was found that there will be no checkpoint."""
+        self._waits_for: int | None = None
+        """The rank whose part is not written yet, when all else is."""
         self._process = os.getpid()
         _unheard.add(self)
         # Not one that Python waits for by itself: it would wait for other ranks, too, for as long as they have.
@@ -155,6 +159,11 @@ class PendingSave:
 
     def wait(self) -> None:
         # Not `join`: Python takes a thread for dead whose join was interrupted (before 3.13).
+        if not self._over.wait(SILENCE) and self._ranks is not None and self._waits_for is not None:
+            warn_user(
+                f"save: waiting for rank {self._waits_for} to write its part of the checkpoint of step {self._step}, "
+                f"for {self._ranks.patience / 60:.0f} minutes at most"
+            )
         self._over.wait()
 
     def _write(self) -> None:
@@ -169,7 +178,7 @@ class PendingSave:
         """Not in a child that was forked off, which has no part in it, nor the thread."""
         if os.getpid() != self._process:
             return
-        self._left = time.monotonic()
+        self._in_vain = time.monotonic()
         self.wait()
         if self.error is not None:
             warn_user(f"{self.error} (in the background)")
@@ -180,7 +189,7 @@ class PendingSave:
             if self._ranks is not None and self._ranks.rank:
                 write_synced(self._sign(self._ranks.rank, True), b"")
                 return
-            self._hear_others(0.0 if self._ranks is None else self._ranks.patience)
+            self._hear_others()
             self._stack.close()
             if self._keep is not None:
                 self._run.keep(self._keep)
@@ -193,18 +202,28 @@ class PendingSave:
                     write_synced(self._sign(self._ranks.rank, False), str(self.error).encode())
                 return
             with suppress(Exception):
-                self._hear_others(OTHERS_END)  # what they still write would stay
+                self._in_vain = self._in_vain or time.monotonic()
+                self._hear_others()  # what they still write would stay
             with suppress(Exception):
                 self._stack.__exit__(type(error), error, error.__traceback__)
 
     def _sign(self, rank: int, good: bool) -> Path:
         return self._partial / f".{'written' if good else 'failed'}-{rank:05d}"
 
-    def _hear_others(self, patience: float) -> None:
+    def _until(self, begun: float) -> float:
+        """How long others are waited for."""
+        assert self._ranks is not None
+        if self._ranks.broken:
+            self._in_vain = self._in_vain or time.monotonic()
+        until = begun + self._ranks.patience
+        return until if self._in_vain is None else min(until, max(begun, self._in_vain) + OTHERS_END)
+
+    def _hear_others(self) -> None:
         """Until all of them have written, or one says that it cannot."""
         waited = range(1, 1 if self._ranks is None else self._ranks.size)
         begun = time.monotonic()
         for rank in waited:
+            self._waits_for = rank
             while not self._sign(rank, True).exists():
                 if self._sign(rank, False).exists():
                     raise DiskError(
@@ -215,9 +234,7 @@ class PendingSave:
                         f"{self._partial} is gone, with what was written of the checkpoint of step {self._step}",
                         file=str(self._partial),
                     )
-                if self._left is not None:
-                    patience = min(patience, max(0.0, self._left - begun) + OTHERS_END)
-                if time.monotonic() > begun + patience:
+                if time.monotonic() > self._until(begun):
                     raise DiskError(
                         f"{self._partial}: rank {rank} has not written its part of the checkpoint of step {self._step}",
                         file=str(self._partial),

@@ -54,7 +54,7 @@ class World:
         try:
             dist.all_gather_object(found, mine)
         except RuntimeError as error:
-            raise lost(self.rank, self.size, error) from error
+            raise lost(range(self.size), self.rank, self.size, error) from error
         return found
 
     def require_same(self, told: Mapping[str, Any]) -> None:

@@ -49,7 +49,8 @@ def _resolve(config: Config, backend: Backend, neighbours: int) -> dict[str, int
         if asked != "auto" and int(asked) > capacity[tier]:
             raise ConfigError(
                 f"{tier}.memory: {format_size(int(asked))} asked for, but this machine has "
-                f"{format_size(capacity[tier])} in all, or its job no more; set it to {capacity[tier]} or less, or to 'auto'"
+                f"{format_size(capacity[tier])} in all, or its job no more; set it to {capacity[tier]} or less, or to "
+                "'auto'"
             )
     if backend.kind == "cuda":
         device = int(free["device"] * (1 - MARGIN)) if device == "auto" else device

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +60,9 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._members, self._world = members_of(group)[1:], dist.get_world_size()
+        self.broken = False
+        """Whether a collective failed, for a rank is gone."""
         self.sent = 0
         """Bytes that this rank sent in collectives."""
         self.agreements = 0
@@ -69,8 +72,8 @@ class Ranks:
 
     @property
     def patience(self) -> float:
-        """Seconds that others are waited for."""
-        return (self.timeout or dist.default_pg_timeout).total_seconds()
+        """Seconds that others are waited for who may be writing a large file."""
+        return _half_an_hour_or(self.timeout).total_seconds()
 
     # -- agreeing -------------------------------------------------------------------------------------
 
@@ -168,12 +171,18 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise lost(self.rank, self.size, error) from error
+            self.broken = True
+            raise lost(self._members, self._members[self.rank], self._world, error) from error
 
 
-def lost(rank: int, size: int, error: RuntimeError) -> RanksError:
-    """What a collective's failure means, for this rank."""
-    gone = _roll_call(rank, size)
+def naming(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Around collectives that somebody else's code calls on the ranks' control group."""
+    return nullcontext() if ranks is None else ranks.naming()
+
+
+def lost(members: Sequence[int], rank: int, size: int, error: RuntimeError) -> RanksError:
+    """What a collective's failure means, for this one of the members. All numbers are the launcher's."""
+    gone = _roll_call(members, rank)
     who = ", ".join(f"rank {one}" for one in gone) or "another rank"
     first = str(error).strip().splitlines()[0]
     return RanksError(
@@ -182,26 +191,26 @@ def lost(rank: int, size: int, error: RuntimeError) -> RanksError:
     )
 
 
-def _roll_call(rank: int, size: int) -> list[int]:
+def _roll_call(members: Sequence[int], rank: int) -> list[int]:
     """Who does not answer another way: the store that brought the ranks together. It may be gone itself, or out of
     reach, and then keeps whoever asks it waiting: another thread asks."""
     gone: list[int] = []
     asking = threading.Thread(
-        target=_ask_for_all, args=(rank, size, gone), name="ebbtide-roll-call", daemon=True
+        target=_ask_for_all, args=(members, rank, gone), name="ebbtide-roll-call", daemon=True
     )
     asking.start()
     asking.join(2 * ROLL_CALL)
     return [] if asking.is_alive() else gone
 
 
-def _ask_for_all(rank: int, size: int, gone: list[int]) -> None:
+def _ask_for_all(members: Sequence[int], rank: int, gone: list[int]) -> None:
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"ebbtide/here/{rank}", "")
     except Exception:
         return
     until = time.monotonic() + ROLL_CALL
-    for other in range(size):
+    for other in members:
         left = max(0.1, until - time.monotonic())
         try:
             store.wait([f"ebbtide/here/{other}"], timedelta(seconds=left))
@@ -231,14 +240,18 @@ def _control_of(group: dist.ProcessGroup | None) -> tuple[Any, int]:
     key = members_of(group)
     if key not in _controls:
         # Whoever is late for a word may be evaluating, or writing a large file: half an hour at least.
-        lost_after = _timeout_of(group) or dist.default_pg_timeout
-        patience = max(lost_after, dist.default_pg_timeout)
-        with watched(lost_after.total_seconds()):
-            made = new_group(key[1:], backend="gloo", timeout=patience)
+        timeout = _timeout_of(group)
+        with watched((timeout or dist.default_pg_timeout).total_seconds()):
+            made = new_group(key[1:], backend="gloo", timeout=_half_an_hour_or(timeout))
             dist.barrier(made)  # now at the latest they are connected
         _controls[key] = [made, 0]
     _controls[key][1] += 1
     return _controls[key][0], _controls[key][1]
+
+
+def _half_an_hour_or(timeout: timedelta | None) -> timedelta:
+    """At least torch's own patience; the group's, where that is longer."""
+    return max(timeout or dist.default_pg_timeout, dist.default_pg_timeout)
 
 
 def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
