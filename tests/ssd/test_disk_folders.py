@@ -9,15 +9,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import ebbtide
 from disks import MIB, FaultyIO, memory, stored
 from ebbtide.errors import BudgetError, ConfigError, DiskError
 from ebbtide.memory.disk.data_files import LOCK
 from ebbtide.memory.disk.space import BLOCK, DiskSpace, SystemIO
+from ebbtide.runtime.budgets import MARGIN
 
 
 def test_no_space_is_found_at_once(folder: Path) -> None:
@@ -237,3 +240,32 @@ def test_a_lock_that_is_somebody_elses_by_now_stays(folder: Path) -> None:
     (folder / LOCK).write_text("process 1")
     space.close()
     assert stored(folder) == [LOCK]
+
+
+def test_what_a_killed_run_left_is_gone_before_the_room_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folders of its ranks, too, however many they were; what somebody has who lives counts as taken."""
+    taken = "rank-1"
+    for name in ("", "rank-0", taken, "rank-2"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "ebbtide-1-0123456789ab.data").write_bytes(bytes(4 * MIB))
+    (folder / "rank-0" / "notes").write_text("mine")
+    owner = DiskSpace([folder / taken], BLOCK)  # removes what was left there, and has a file of its own
+    (folder / taken / "ebbtide-1-0123456789ab.data").write_bytes(bytes(4 * MIB))
+    disk = 64 * MIB
+
+    def free(path: str) -> SimpleNamespace:
+        used = sum(one.stat().st_size for one in Path(path).rglob("*.data"))
+        return SimpleNamespace(f_bavail=(disk - used) // BLOCK, f_frsize=BLOCK)
+
+    monkeypatch.setattr(os, "statvfs", free)
+    config = {"device": {"kind": "cpu", "memory": "64MiB"}, "ssd": {"folder": str(folder), "memory": "auto"}}
+    engine = ebbtide.initialize(torch.nn.Linear(8, 8), config)
+    expected = int((disk - 4 * MIB - BLOCK) * (1 - MARGIN))
+    assert engine._session.ledger.budgets["ssd"] == expected
+    assert engine.stats()["ssd"]["stale_files_removed"] == 3
+    assert not (folder / "rank-2").exists() and stored(folder / "rank-0") == ["notes"]
+    assert len(stored(folder / taken)) == 3  # with its lock
+    engine.close()
+    owner.close()

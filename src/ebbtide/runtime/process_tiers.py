@@ -6,7 +6,6 @@ import gc
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -15,9 +14,10 @@ from ebbtide.config import Config
 from ebbtide.devices import Backend, open_backend
 from ebbtide.errors import ConfigError, UnsupportedError
 from ebbtide.memory.budget import Ledger
+from ebbtide.memory.disk.data_files import rank_folder, remove_left
 from ebbtide.memory.disk.space import DiskSpace
 from ebbtide.runtime.budgets import MARGIN, resolve_budgets
-from ebbtide.runtime.distributed.model_parallel import ModelParallel
+from ebbtide.runtime.distributed.model_parallel import ModelParallel, others_too
 from ebbtide.runtime.distributed.ranks import Ranks, all_or_none, neighbours
 from ebbtide.runtime.movement.eviction import Room
 
@@ -59,6 +59,9 @@ def open_tiers(config: Config, ranks: Ranks | None = None, companions: ModelPara
         place, count = companions.neighbours
     else:
         place, count = (0, 1) if ranks is None else neighbours(ranks)
+    with others_too(companions), all_or_none(ranks):
+        left = config.ssd.folder if config.ssd.memory and not place else ()
+        removed = sum(remove_left(folder) for folder in left)
     with all_or_none(ranks):
         backend = open_backend(config.device.kind, config.poison)
         budgets = resolve_budgets(config, backend, count)
@@ -72,6 +75,7 @@ def open_tiers(config: Config, ranks: Ranks | None = None, companions: ModelPara
         disk = None
         if budgets["ssd"]:
             disk = DiskSpace(folders or config.ssd.folder, budgets["ssd"], checksums=config.ssd.checksums)
+            disk.removed += removed
     wish = config.device.memory if config.device.memory in ("least", "half") else ""
     if wish and (ranks is not None or companions is not None):
         raise UnsupportedError(
@@ -89,8 +93,8 @@ def open_tiers(config: Config, ranks: Ranks | None = None, companions: ModelPara
 
 
 def _own_folders(config: Config, place: int) -> tuple[str, ...]:
-    """A folder serves one process at a time: each rank has its own in them."""
-    own = tuple(Path(folder) / f"rank-{place}" for folder in config.ssd.folder)
+    """This rank's, in each of them."""
+    own = tuple(rank_folder(folder, place) for folder in config.ssd.folder)
     for folder in own:
         if folder.parent.is_dir():
             folder.mkdir(exist_ok=True)

@@ -26,6 +26,7 @@ from ebbtide.memory.disk.extents import BLOCK
 from ebbtide.units import format_size
 
 LOCK = "ebbtide.lock"
+RANK_FOLDERS = "rank-*"
 DATA = re.compile(r"ebbtide-\d+-[0-9a-f]{12}\.data")
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -272,6 +273,27 @@ class Folder:
         if self.data is not None and self.data.number >= 0:
             os.close(self.data.number)
             self.data.number = -1
+
+
+def remove_left(folder: str) -> int:
+    """Removes what a killed run left there, or in the folders of its ranks, of whatever number: before the room is
+    measured. How many files. What somebody alive has stays, and a folder that cannot be used is refused by who opens
+    it."""
+    count = 0
+    for place in (Path(folder), *Path(folder).glob(RANK_FOLDERS)):
+        with suppress(EbbtideError, OSError):
+            if any(DATA.fullmatch(name) for name in os.listdir(place)):
+                owned = Folder(place, SystemIO())
+                count += owned.removed
+                owned.close()
+                if place != Path(folder):
+                    place.rmdir()
+    return count
+
+
+def rank_folder(folder: str, place: int) -> Path:
+    """A folder serves one process at a time: each rank of a machine has its own in it."""
+    return Path(folder) / f"rank-{place}"
 
 
 def _unlink(path: str) -> None:
