@@ -16,7 +16,9 @@ from ebbtide.engine.own_backward import OwnBackward
 from ebbtide.engine.step_settings import checksum, require_alike, step_settings
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
-from ebbtide.memory.journal import LOOP
+from ebbtide.memory.journal import LOOP, RANKS
+from ebbtide.runtime.distributed.agreement import STEP
+from ebbtide.runtime.distributed.shared_buffers import SharedBuffers
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.updates.loss_scale import LossScaler
 from ebbtide.tracing.hooks.compiled import has_compiler
@@ -63,6 +65,8 @@ class EngineCore:
         """Whether they are what the loop computed: of a backward that the user's code starts nobody is told the loss."""
         self.clip_once: float | None = None
         """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
+        sharing = session.sharing
+        self._buffers = None if sharing is None else SharedBuffers(session.module, sharing.ranks)
         self.process = os.getpid()
         """The one that has the engine's threads; a forked child of it does not."""
         self._calls = 0
@@ -138,17 +142,23 @@ class EngineCore:
             self.forget_counts()
 
     def meet_alike(self, deed: int) -> None:
-        """Where ranks share the chunks, all of them are there, to update with the same settings."""
+        """Where ranks share the chunks, all of them are there, to update with the same settings; from a step on, buffers
+        are the first rank's."""
         session, groups = self.session, self.optimizer.param_groups
-        if session.sharing is None:
+        if session.sharing is None or self._buffers is None:
             return
         clip = self.config.clip if self.clip_once is None else self.clip_once
         place = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         names = zip(session.data.names, session.data.parameters, strict=True)
         group_of = {name: place.get(id(p), -1) for name, p in (*names, *session.unmanaged.parameters.items())}
         settings = step_settings(groups, session.updates.rule.settings, clip, group_of)
-        if not session.meet(deed, self.steps, checksum(settings)):
-            require_alike(session.sharing.ranks, settings, self.number)
+        written = deed == STEP and self._buffers.written
+        said = session.meet(deed, self.steps, 2 * checksum(settings) + written)
+        with session.journal.at(RANKS):
+            if len({one // 2 for one in said}) > 1:
+                require_alike(session.sharing.ranks, settings, self.number)
+            if any(one % 2 for one in said):
+                self._buffers.align()
 
     def zero_grad(self) -> None:
         """What the user's zero_grad does."""

@@ -7,7 +7,7 @@ The engine is its face.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -422,10 +422,10 @@ class Session:
         self.recording.abandon()
         self.executor.recorder = None
 
-    def meet(self, deed: int, number: int = 0, check: int = 0) -> bool:
-        """Where ranks share the chunks, all of them are there. Whether all gave the same `check`."""
+    def meet(self, deed: int, number: int = 0, check: int = 0) -> Sequence[int]:
+        """Where ranks share the chunks, all of them are there. The `check` that each gave."""
         if self.sharing is None:
-            return True
+            return [check]
         with self.journal.at(RANKS):
             return self.sharing.meet(deed, number, check)
 

@@ -78,8 +78,8 @@ class ChunkSharing:
         self._any_waits = False
         self._short = False
         """Some rank lacks room."""
-        self._alike = True
-        """Whether ranks knew the same of what they agreed on last."""
+        self._checks: Sequence[int] = ()
+        """By rank, of what they agreed on last."""
         self._crews = {size: RankGroup(ranks, size) for size in _crew_sizes(data, ranks)}
         self.reductions = GradientReducer(
             data, places, self._crews, kernels, in_backward, self._ahead.refused
@@ -143,11 +143,11 @@ class ChunkSharing:
 
     # -- serving --------------------------------------------------------------------------------------
 
-    def meet(self, deed: int, subject: int = 0, check: int = 0) -> bool:
-        """All ranks do the same now; those that gather chunks before are served. Whether all gave the same `check`."""
+    def meet(self, deed: int, subject: int = 0, check: int = 0) -> Sequence[int]:
+        """All ranks do the same now; those that gather chunks before are served. The `check` that each rank gave."""
         while self._serve(Wish(deed, subject, self._round, check)) != (deed, subject):
             continue
-        return self._alike
+        return self._checks
 
     def loads(self, exchange: int, mine: Sequence[int]) -> list[list[int]]:
         """How many rows each rank has for which expert."""
@@ -179,7 +179,7 @@ class ChunkSharing:
         self._ahead.heard(max(one.used for one in wishes))
         served = judge(wish, wishes)
         wanting = [rank for rank, one in enumerate(wishes) if one.what == served]
-        self._alike = all(one.check == wish.check for one in wishes)
+        self._checks = [one.check for one in wishes]
         self._remember(wishes, len(wanting))
         if served is None:
             return None
@@ -191,7 +191,8 @@ class ChunkSharing:
         elif deed == BEGIN:
             self._short = any(one.check for one in wishes)
         elif deed == REDUCE:
-            claimed = self.reductions.gradients.claimed(subject) if self._alike else self._some(subject)
+            same = len(set(self._checks)) == 1
+            claimed = self.reductions.gradients.claimed(subject) if same else self._some(subject)
             self.reductions.start(subject, claimed)
         return served
 
