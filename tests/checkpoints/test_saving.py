@@ -420,3 +420,80 @@ def test_a_checkpoint_whose_folder_is_removed_is_waited_for_by_nobody(tmp_path: 
     found = group_of(2).run(removed, tmp_path / "run", patience=60)
     assert "step-00000000" in found[0] or "partial" in found[0]
     assert "is gone" in found[0]
+
+
+class Signals(torch.nn.Module):
+    """Has a signal of its process come in a pass, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.when = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        if self.when == "forward" and not ebbtide.imagining():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.when == "backward":
+            x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGUSR1))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+@pytest.mark.parametrize("when", ["forward", "backward", "update"])
+def test_a_signal_handler_that_saves_within_a_step_writes_no_half_of_it(
+    when: str, updates: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Signals()
+    engine = ebbtide.initialize(model, config_of(precision="fp32", clip=None, updates=updates))
+    for number in range(2):
+        engine.backward(engine(torch.full((2, 8), 1.0 + number)))
+        engine.step()
+    real = engine._session.unmanaged.apply
+
+    def apply(*args: Any) -> None:
+        if model.when == "update":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        real(*args)
+
+    monkeypatch.setattr(engine._session.unmanaged, "apply", apply)
+    said: list[str] = []
+
+    def handler(*_: Any) -> None:
+        for method in (engine.save, engine.load, engine.export, engine.load_weights):
+            with pytest.raises(StateError) as found:
+                method(folder)
+            said.append(str(found.value))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        model.when = when
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(said) == 4 and not list(folder.glob("step-*")) and not list(folder.glob("*.safetensors"))
+    what = "an update" if when == "update" else "a forward or backward pass"
+    assert all(f"while {what} is under way" in one and "a signal handler" in one for one in said)
+    model.when = ""
+    assert engine.steps == 3
+    engine.save(folder)  # nothing was broken by it
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_hook_after_the_step_may_save(folder: Path) -> None:
+    engine = ebbtide.initialize(Signals(), config_of(precision="fp32", clip=None))
+    engine.optimizer.register_step_post_hook(lambda *_: engine.save(folder))
+    for number in range(2):
+        engine.backward(engine(torch.full((2, 8), 1.0 + number)))
+        engine.step()
+        assert RunFolder(folder).latest() == folder / f"step-{number + 1:08d}"
+    sha = engine.weights_sha256()
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.zero_grad()
+    engine.load(folder)
+    assert engine.weights_sha256() == sha
+    engine.close()

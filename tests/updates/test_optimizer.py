@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ebbtide
 import zoo
-from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.errors import ConfigError, EbbtideWarning, StateError, UnsupportedError
 from harness import config_of
 
 
@@ -339,3 +339,20 @@ def test_hooks_of_a_step_run_once(by: str) -> None:
     assert engine.weights_sha256() == plain.weights_sha256()
     engine.close()
     plain.close()
+
+
+def test_settings_that_are_loaded_mean_what_they_say() -> None:
+    """A state_dict of an optimizer of torch's that has what the engine's rules have not."""
+    engine = engine_of(clip=None)
+    before = copy.deepcopy([{**group, "params": []} for group in engine.optimizer.param_groups])
+    with pytest.warns(EbbtideWarning, match="no moments"):
+        good = engine.optimizer.state_dict()
+    for setting, value in {"amsgrad": True, "maximize": True, "momentom": 0.9}.items():
+        bad = {**good, "param_groups": [{**group, setting: value} for group in good["param_groups"]]}
+        with pytest.raises(ConfigError, match=rf"param_groups\[0\].*{setting}"):
+            engine.optimizer.load_state_dict(bad)
+    assert [{**group, "params": []} for group in engine.optimizer.param_groups] == before
+    fine = [{**group, "amsgrad": False, "lr": 0.5} for group in good["param_groups"]]
+    engine.optimizer.load_state_dict({**good, "param_groups": fine})
+    assert engine.optimizer.param_groups[0]["lr"] == 0.5 and "amsgrad" not in engine.optimizer.param_groups[0]
+    engine.close()

@@ -71,6 +71,8 @@ class EngineCore:
         """The one that has the engine's threads; a forked child of it does not."""
         self._calls = 0
         """Passes and steps that are under way, one within another."""
+        self._half_done = ""
+        """What is under way, of which a checkpoint would have half."""
         self._turn = threading.RLock()
 
     def open(self) -> Session:
@@ -113,6 +115,27 @@ class EngineCore:
             if outermost:
                 journal.settle()
             journal.turn_to(LOOP)
+
+    @contextmanager
+    def half_done(self, what: str) -> Iterator[None]:
+        before, self._half_done = self._half_done, what
+        try:
+            yield
+        finally:
+            self._half_done = before
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        with self.in_call(), self.half_done("a forward or backward pass"):
+            yield
+
+    def require_whole(self, method: str) -> None:
+        """Before what writes or replaces all values."""
+        if self._half_done:
+            raise StateError(
+                f"engine.{method}() while {self._half_done} is under way, of which it would have half. Most likely a "
+                "signal handler, or a hook, calls it: note there that it is wanted, and call it after engine.step()"
+            )
 
     def check(self) -> None:
         broken = self.broken or self.open().queue.failed

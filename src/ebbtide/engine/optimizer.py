@@ -145,9 +145,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Param groups, as `state_dict` gives them; and the moments of a torch.optim.AdamW or Adam, into the chunks."""
+        known = {"step", *self._rule.states.values()}
+        if any(set(of_one) - known for of_one in state_dict.get("state", {}).values()):
+            self._calls.take(state_dict)  # refused: it is another rule's
+        groups = [
+            as_settings(group, place, self._rule, handed=self.handed is not None)
+            for place, group in enumerate(state_dict["param_groups"])
+        ]
         if state_dict.get("state"):
             self._calls.take(state_dict)
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         if self.handed is not None:
             self.handed.param_groups = self.param_groups
 

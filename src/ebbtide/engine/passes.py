@@ -30,7 +30,7 @@ class Passes:
         session = self._session
         if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
             return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
-        with self._core.in_call():
+        with self._core.in_pass():
             return self._run(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class Passes:
     @contextmanager
     def reversing(self, loss: torch.Tensor | None) -> Iterator[None]:
         """Around autograd's backward. `loss`: None where the user's code called `loss.backward()`."""
-        with self._core.in_call(), self._reversing(loss):
+        with self._core.in_pass(), self._reversing(loss):
             yield
 
     @contextmanager
@@ -137,7 +137,7 @@ class Passes:
     def forward_of_pass(self, *args: Any, **kwargs: Any) -> Any:
         self._session.imagining.obstacle = "a pipeline's schedule runs the pass, in an order of its own"
         try:
-            with self._core.in_call():
+            with self._core.in_pass():
                 return self._forward(self._core.module, args, kwargs)
         except BaseException:
             self._core.clear()
@@ -160,7 +160,7 @@ class Passes:
         session = self._session
         session.updates.regroup(self._core.optimizer.param_groups)
         try:
-            with self._core.in_call(), session.reversing(last):
+            with self._core.in_pass(), session.reversing(last):
                 yield
         except BaseException:
             self._core.clear()

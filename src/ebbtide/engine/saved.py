@@ -38,6 +38,7 @@ class Checkpointing:
         """`within_step`: also where gradients wait for their step, which are in no checkpoint. Weights and moments are
         those of the last step until it comes, unless updates are made in backward."""
         self._core.check()
+        self._core.require_whole("save")
         if keep is not None and keep < 1:
             raise ConfigError(f"save: keep is expected to be at least 1, found {keep}")
         session = self._session
@@ -73,6 +74,7 @@ class Checkpointing:
 
     def load(self, path: str | Path) -> Any:
         session = self._core.open()
+        self._core.require_whole("load")
         self.saver.settle()
         session.meet(LOAD, self._core.steps)
         groups = self._core.optimizer.param_groups
@@ -114,6 +116,7 @@ class Checkpointing:
 
     def load_weights(self, folder: str | Path) -> None:
         session = self._core.open()
+        self._core.require_whole("load_weights")
         session.refuse_swapped()
         path = Path(folder)
         if is_run(path) or is_run(self._of_part(path)):
@@ -164,6 +167,7 @@ class Checkpointing:
 
     def export(self, path: str | Path, dtype: torch.dtype | None) -> None:
         session = self._core.open()
+        self._core.require_whole("export")
         if self._session.companions is not None and self._session.companions.stages is not None:
             raise UnsupportedError(
                 "export: this engine has one stage of a model, and the file format knows whole ones; use save(), or "

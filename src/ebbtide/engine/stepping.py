@@ -270,7 +270,7 @@ class Stepping:
             raise StateError(self._without_backward())
         if self._config.updates != "in-backward":
             session.catch_up_averages()
-        with self._no_way_back():
+        with self._no_way_back(), self._core.half_done("an update"):
             if self._config.updates == "in-backward":
                 session.unmanaged.apply(self._core.optimizer.param_groups, session.updates.scale)
                 session.drop_gradients()
