@@ -485,7 +485,7 @@ def test_a_linked_copy_is_left_alone(folder: Path) -> None:
 
 
 def test_what_the_killed_left_is_removed(folder: Path) -> None:
-    left = folder / ".partial-0123456789ab"
+    left = folder / folders.partial_name()
     left.mkdir()
     (left / "rank-00000.bin").write_bytes(b"half")
     engine = start("gpt2", config_of())

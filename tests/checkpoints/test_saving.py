@@ -497,3 +497,20 @@ def test_a_hook_after_the_step_may_save(folder: Path) -> None:
     engine.load(folder)
     assert engine.weights_sha256() == sha
     engine.close()
+
+
+def test_what_another_machine_writes_is_left_alone_until_it_is_abandoned(folder: Path) -> None:
+    """On storage that machines share, a lock holds on its own one: a job may have been started again elsewhere."""
+    theirs, left = folder / ".partial-0123456789ab", folder / ".partial-ba9876543210"
+    ours = folder / folders.partial_name()
+    for place in (theirs, left, ours):
+        place.mkdir(parents=True)
+        (place / "rank-00000.bin").write_bytes(b"weights")
+    old = time.time() - 2 * folders.ABANDONED
+    for path in (left / "rank-00000.bin", left):
+        os.utime(path, (old, old))
+    engine = ebbtide.initialize(Signals(), config_of(precision="fp32", clip=None))
+    engine.save(folder)
+    assert (theirs / "rank-00000.bin").read_bytes() == b"weights"
+    assert not left.exists() and not ours.exists()
+    engine.close()

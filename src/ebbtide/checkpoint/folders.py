@@ -2,7 +2,9 @@
 
 Note [complete or not there]: a checkpoint is written in a folder of another name, its files are synced, then it gets
 its name, and that is synced. `latest` is replaced after that, in the same way. Whoever is killed at any time leaves a
-folder with that other name, which is locked while its owner lives, and is removed by the next one who saves.
+folder with that other name, which is locked while its owner lives, and is removed by the next one who saves. Such a
+lock is a machine's: on storage that several share, what another one writes is left alone until nothing has changed in it
+for a day. So a job that was started again elsewhere, while the first one lives, takes nothing from it.
 
 Note [a spare]: blocks that are new to a file are written at half the speed of old ones (measured on ext4), and freeing
 them takes its time. Of the checkpoints that are not kept one is a spare until the next is written into its files. It
@@ -13,10 +15,12 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import hashlib
 import os
 import re
 import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +38,8 @@ SHARD = re.compile(r"rank-\d{5,}\.bin")
 PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
 SILENCE = 10.0
 """Seconds that a save waits for a folder that is locked before it says so."""
+ABANDONED = 86_400.0
+"""Seconds after which what another machine wrote, and did not end, is nobody's."""
 LOOK = 0.05
 """Seconds between two looks."""
 
@@ -94,7 +100,7 @@ class RunFolder:
             self._clean()
             taken = self._take_spare()
             if taken is None:
-                partial = self.path / f".partial-{secrets.token_hex(6)}"
+                partial = self.path / partial_name()
                 partial.mkdir()
                 taken = partial, _lock(partial)
             return taken
@@ -117,7 +123,7 @@ class RunFolder:
 
     def _take_spare(self) -> tuple[Path, int] | None:
         """The spare, under another name and locked; not where somebody has locked it."""
-        partial = self.path / f".partial-{secrets.token_hex(6)}"
+        partial = self.path / partial_name()
         try:
             lock = _lock(self.path / SPARE)
         except OSError:
@@ -153,7 +159,9 @@ class RunFolder:
     def _clean(self) -> None:
         """Removes what those left who were killed, see Note [complete or not there]."""
         for entry in self.path.iterdir():
-            if PARTIAL.fullmatch(entry.name) and not _is_locked(entry):
+            if not PARTIAL.fullmatch(entry.name) or _is_locked(entry):
+                continue
+            if entry.name.startswith(_OURS) or _untouched(entry) > ABANDONED:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def keep(self, count: int) -> None:
@@ -165,7 +173,7 @@ class RunFolder:
                 continue
             # First it loses its name: half of a checkpoint is never taken for a whole one.
             spare = self.path / SPARE
-            gone = self.path / f".partial-{secrets.token_hex(6)}" if spare.exists() else spare
+            gone = self.path / partial_name() if spare.exists() else spare
             with suppress(OSError):
                 os.rename(old, gone)
                 if gone == spare:
@@ -188,6 +196,22 @@ class RunFolder:
         _remove_spare(self.path / SPARE)
 
 
+_OURS = f".partial-{hashlib.blake2b(socket.gethostname().encode(), digest_size=3).hexdigest()}"
+"""How the names of this machine's begin."""
+
+
+def partial_name() -> str:
+    return f"{_OURS}{secrets.token_hex(3)}"
+
+
+def _untouched(folder: Path) -> float:
+    """Seconds since something in it was written."""
+    try:
+        return time.time() - max(one.stat().st_mtime for one in (folder, *folder.iterdir()))
+    except OSError:
+        return 0.0  # its owner is at work
+
+
 _spares: set[Path] = set()
 """Those that this process has made."""
 
@@ -200,7 +224,7 @@ def _remove_spares() -> None:
 
 def _remove_spare(spare: Path) -> None:
     """Another process may be about to write into it: whoever gives it another name first has it."""
-    gone = spare.parent / f".partial-{secrets.token_hex(6)}"
+    gone = spare.parent / partial_name()
     with suppress(OSError):
         os.rename(spare, gone)
         shutil.rmtree(gone, ignore_errors=True)
