@@ -514,3 +514,25 @@ def test_what_another_machine_writes_is_left_alone_until_it_is_abandoned(folder:
     assert (theirs / "rank-00000.bin").read_bytes() == b"weights"
     assert not left.exists() and not ours.exists()
     engine.close()
+
+
+def test_a_backward_that_raised_does_not_keep_anybody_from_saving(folder: Path) -> None:
+    """The loop goes on with the next batch."""
+    engine = ebbtide.initialize(Signals(), config_of(precision="fp32", clip=None))
+
+    def fails(_: torch.Tensor) -> None:
+        raise ValueError("mine")
+
+    x = torch.ones(2, 8)
+    for own in (False, True):
+        for _ in range(2):
+            loss = engine(x)
+            loss.grad_fn.register_prehook(lambda *_: None)
+            handle = engine.module.head.weight.register_post_accumulate_grad_hook(fails)
+            with pytest.raises(ValueError, match="mine"):
+                loss.backward() if own else engine.backward(loss)
+            handle.remove()
+        engine.backward(engine(x))
+        engine.step()
+        engine.save(folder)
+    engine.close()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ebbtide
 from ebbtide.errors import BudgetError, ConfigError, NonFiniteError, UnsupportedError
+from ebbtide.memory.budget import AVERAGE
 from ebbtide.runtime.updates.loss_scale import LEAST
 from harness import config_of
 
@@ -252,4 +253,37 @@ def test_a_decay_that_is_none_is_refused_when_it_is_set() -> None:
     with pytest.raises(ConfigError, match="a decay from 0 to 1"):
         average.decay = 5.0
     average.decay = 0.75
+    engine.close()
+
+
+def test_an_average_that_widens_keeps_right_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, engine = half_frozen()
+    average = engine.ema(0.5)
+    averaged_step(engine, engine.state_dict())
+
+    def held() -> int:
+        return sum(tags[AVERAGE] for tags in engine._session.ledger.tags.values())
+
+    before = held()
+    net.head.requires_grad_(True)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(average._kept[0]), "begin", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                engine(batch(torch.bfloat16))
+            assert held() == before
+    averaged_step(engine, engine.state_dict())
+    assert held() == 2 * before == 2 * 4 * 72
+    engine.close()
+
+
+def test_what_is_frozen_and_unfrozen_outside_the_chunks_leaves_nothing_behind() -> None:
+    net = Net()
+    config = config_of(precision="bf16", clip=None, unmanaged=["head.*"])
+    engine = ebbtide.initialize(net, config, list(net.parameters()))
+    average = engine.ema(0.5)
+    for number in range(6):
+        net.head.requires_grad_(number % 2 == 0)
+        averaged_step(engine, engine.state_dict())
+    assert len(average._reserved) == 1
     engine.close()

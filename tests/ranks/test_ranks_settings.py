@@ -133,3 +133,27 @@ def nearly() -> str:
 
 def test_the_last_bit_of_a_schedule_is_no_difference() -> None:
     assert len(set(group_of(2).run(nearly))) == 1
+
+
+def in_a_hook(by: str) -> tuple[str, bool]:
+    """Only one rank has the hook; it sets a rate when the step has begun."""
+    engine = start()
+    before = engine.weights_sha256()
+    if dist.get_rank():
+        engine.optimizer.register_step_pre_hook(lambda *_: rate(engine, 2 * LR))
+    loss_of(engine, 0).backward()
+    said = ""
+    try:
+        engine.step() if by == "engine" else engine.optimizer.step()
+    except StateError as error:
+        said = str(error)
+    same = engine.weights_sha256() == before
+    engine.close()
+    return said, same
+
+
+@pytest.mark.parametrize("by", ["engine", "optimizer"])
+def test_a_hook_that_sets_a_rate_on_one_rank_is_found(by: str) -> None:
+    for said, same in group_of(2).run(in_a_hook, by):
+        assert "param_groups[0]['lr']" in said and "on rank 1" in said
+        assert same

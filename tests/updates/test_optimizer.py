@@ -355,4 +355,20 @@ def test_settings_that_are_loaded_mean_what_they_say() -> None:
     fine = [{**group, "amsgrad": False, "lr": 0.5} for group in good["param_groups"]]
     engine.optimizer.load_state_dict({**good, "param_groups": fine})
     assert engine.optimizer.param_groups[0]["lr"] == 0.5 and "amsgrad" not in engine.optimizer.param_groups[0]
+    coupled = torch.optim.Adam(engine.module.parameters(), weight_decay=0.1).state_dict()
+    with pytest.raises(ConfigError, match="decoupled_weight_decay = True"):
+        engine.optimizer.load_state_dict(coupled)
+    engine.close()
+
+
+def test_what_a_loop_has_put_into_the_groups_is_loaded_with_them() -> None:
+    engine = engine_of(clip=None)
+    torch.optim.swa_utils.SWALR(engine.optimizer, swa_lr=0.05)
+    engine.optimizer.param_groups[0]["lr_scale"] = 0.5
+    with pytest.warns(EbbtideWarning, match="no moments"):
+        saved = copy.deepcopy(engine.optimizer.state_dict())
+    engine.optimizer.param_groups[0]["lr_scale"] = 1.0
+    engine.optimizer.load_state_dict(saved)
+    assert engine.optimizer.param_groups[0]["lr_scale"] == 0.5
+    assert engine.optimizer.param_groups[0]["swa_lr"] == 0.05
     engine.close()

@@ -108,10 +108,14 @@ class Saver:
         if self._ranks is None or not self._ranks.rank or self._unnamed is None or self.failed:
             return
         partial, target = self._unnamed
-        until, in_vain = time.monotonic() + self._ranks.patience, False
+        begun, told, in_vain = time.monotonic(), False, False
+        until = begun + self._ranks.patience
         while partial.is_dir() and time.monotonic() < until:
             if self._ranks.broken and not in_vain:
                 until, in_vain = min(until, time.monotonic() + OTHERS_END), True
+            if not told and time.monotonic() > begun + SILENCE:
+                told = True
+                warn_user(f"save: waiting for the first rank to write its part of {target} and name it")
             time.sleep(LOOK)
         until = time.monotonic() + SEEN
         while not (target / INDEX).is_file():
@@ -146,8 +150,8 @@ class PendingSave:
         self._over = threading.Event()
         self._in_vain: float | None = None
         """When the process wanted to end, or it was found that there will be no checkpoint."""
-        self._waits_for: int | None = None
-        """The rank whose part is not written yet, when all else is."""
+        self._waits_for: tuple[int, float] | None = None
+        """The rank whose part is not written yet, when this one's is, and since when."""
         self._process = os.getpid()
         _unheard.add(self)
         # Not one that Python waits for by itself: it would wait for other ranks, too, for as long as they have.
@@ -159,12 +163,15 @@ class PendingSave:
 
     def wait(self) -> None:
         # Not `join`: Python takes a thread for dead whose join was interrupted (before 3.13).
-        if not self._over.wait(SILENCE) and self._ranks is not None and self._waits_for is not None:
-            warn_user(
-                f"save: waiting for rank {self._waits_for} to write its part of the checkpoint of step {self._step}, "
-                f"for {self._ranks.patience / 60:.0f} minutes at most"
-            )
-        self._over.wait()
+        told = False
+        while not self._over.wait(SILENCE):
+            if self._waits_for is not None and not told:
+                told = True
+                rank, since = self._waits_for
+                warn_user(
+                    f"save: waiting for rank {rank} to write its part of the checkpoint of step {self._step}, for "
+                    f"{max(0.0, self._until(since) - time.monotonic()):.0f} seconds at most"
+                )
 
     def _write(self) -> None:
         try:
@@ -223,7 +230,7 @@ class PendingSave:
         waited = range(1, 1 if self._ranks is None else self._ranks.size)
         begun = time.monotonic()
         for rank in waited:
-            self._waits_for = rank
+            self._waits_for = rank, begun
             while not self._sign(rank, True).exists():
                 if self._sign(rank, False).exists():
                     raise DiskError(
@@ -240,6 +247,7 @@ class PendingSave:
                         file=str(self._partial),
                     )
                 time.sleep(LOOK)
+        self._waits_for = None
         for rank in waited:
             self._sign(rank, True).unlink()
 

@@ -93,22 +93,35 @@ class Average:
             return
         known = {kept.weights.key for kept in self._kept}
         parts = [part for part in _trained_weights(session) if part.key not in known]
+        if not parts:
+            self._trained = trained
+            return
         sizes = [part.range[1] - part.range[0] for part in parts]
         nbytes = 4 * sum(sizes)
         session.room.make(self._tier, nbytes)
         session.ledger.reserve(self._tier, AVERAGE, nbytes)
-        self._reserved.append(weakref.finalize(self, session.ledger.release, self._tier, AVERAGE, nbytes))
-        self._settle()
-        found = [_AveragedTensor(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)]
-        for kept in found:
-            kept.begin()
+        release = weakref.finalize(self, session.ledger.release, self._tier, AVERAGE, nbytes)
+        try:
+            self._settle()
+            found = [
+                _AveragedTensor(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)
+            ]
+            for kept in found:
+                kept.begin()
+        except BaseException:
+            release()
+            raise
+        self._reserved.append(release)
         self._kept += found
         self._trained = trained
 
     def _trained_now(self) -> object:
         """Changes where parameters get a master."""
-        outside = self._session.unmanaged.parameters.values()
-        return list(self._session.data.trained), [parameter.requires_grad for parameter in outside]
+        known = {kept.weights.key for kept in self._kept}
+        outside = self._session.unmanaged.parameters.items()
+        return list(self._session.data.trained), [
+            parameter.requires_grad or f"{WEIGHTS}/{name}" in known for name, parameter in outside
+        ]
 
     def stepped(self) -> None:
         """The weights have had an update."""

@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
-from ebbtide.engine.step_settings import checksum, require_alike, step_settings
+from ebbtide.engine.step_settings import Refused, StepSettings, require_alike
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
 from ebbtide.memory.journal import LOOP, RANKS
@@ -67,12 +67,14 @@ class EngineCore:
         """What `clip_grad_norm_` has asked of the step to come, in place of the config's `clip`."""
         sharing = session.sharing
         self._buffers = None if sharing is None else SharedBuffers(session.module, sharing.ranks)
+        self.overheard = False
+        """Whether on some rank somebody else's code runs as a step begins, and may change its settings."""
         self.process = os.getpid()
         """The one that has the engine's threads; a forked child of it does not."""
         self._calls = 0
         """Passes and steps that are under way, one within another."""
-        self._half_done = ""
-        """What is under way, of which a checkpoint would have half."""
+        self._half_done: list[list[str]] = []
+        """What is under way, of which a checkpoint would have half; a backward pass that raised until it is given up."""
         self._turn = threading.RLock()
 
     def open(self) -> Session:
@@ -118,11 +120,12 @@ class EngineCore:
 
     @contextmanager
     def half_done(self, what: str) -> Iterator[None]:
-        before, self._half_done = self._half_done, what
+        mine = [what]
+        self._half_done.append(mine)
         try:
             yield
         finally:
-            self._half_done = before
+            self._half_done = [one for one in self._half_done if one is not mine]
 
     @contextmanager
     def in_pass(self) -> Iterator[None]:
@@ -133,8 +136,9 @@ class EngineCore:
         """Before what writes or replaces all values."""
         if self._half_done:
             raise StateError(
-                f"engine.{method}() while {self._half_done} is under way, of which it would have half. Most likely a "
-                "signal handler, or a hook, calls it: note there that it is wanted, and call it after engine.step()"
+                f"engine.{method}() while {self._half_done[-1][0]} is under way, of which it would have half. Most "
+                "likely a signal handler, or a hook, calls it: note there that it is wanted, and call it after "
+                "engine.step()"
             )
 
     def check(self) -> None:
@@ -165,23 +169,47 @@ class EngineCore:
             self.forget_counts()
 
     def meet_alike(self, deed: int) -> None:
-        """Where ranks share the chunks, all of them are there, to update with the same settings; from a step on, buffers
-        are the first rank's."""
-        session, groups = self.session, self.optimizer.param_groups
-        if session.sharing is None or self._buffers is None:
+        """Where ranks share the chunks, all of them are there, to update with the same settings; so are those that have
+        other parts of the same tensors. From a step on, buffers are the first rank's."""
+        session, shared = self.session, self._buffers
+        parts = [] if session.companions is None else session.companions.parts
+        if shared is None and not parts:
             return
-        clip = self.config.clip if self.clip_once is None else self.clip_once
+        settings = self._step_settings()
+        check = settings.checksum
+        if shared is not None:
+            written = deed == STEP and shared.written
+            said = session.meet(deed, self.steps, 4 * check + 2 * self.optimizer.overheard + written)
+            with session.journal.at(RANKS):
+                if len({one // 4 for one in said}) > 1:
+                    require_alike(shared.ranks, settings, self._refused(deed))
+                self.overheard = any(one // 2 % 2 for one in said)
+                if any(one % 2 for one in said):
+                    shared.align()
+        for ranks in parts:
+            if len({row[0] for row in ranks.numbers([check])}) > 1:
+                require_alike(ranks, settings, self._refused(deed))
+
+    def _step_settings(self) -> StepSettings:
+        session, groups = self.session, self.optimizer.param_groups
         place = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        names = zip(session.data.names, session.data.parameters, strict=True)
-        group_of = {name: place.get(id(p), -1) for name, p in (*names, *session.unmanaged.parameters.items())}
-        settings = step_settings(groups, session.updates.rule.settings, clip, group_of)
-        written = deed == STEP and self._buffers.written
-        said = session.meet(deed, self.steps, 2 * checksum(settings) + written)
-        with session.journal.at(RANKS):
-            if len({one // 2 for one in said}) > 1:
-                require_alike(session.sharing.ranks, settings, self.number)
-            if any(one % 2 for one in said):
-                self._buffers.align()
+        outside = session.unmanaged.parameters
+        return StepSettings(
+            groups=groups,
+            read=session.updates.rule.settings,
+            clip=self.config.clip if self.clip_once is None else self.clip_once,
+            names=[*session.data.names, *outside],
+            group_of=[place.get(id(p), -1) for p in (*session.data.parameters, *outside.values())],
+        )
+
+    def _refused(self, deed: int) -> Refused:
+        in_backward = self.config.updates == "in-backward" and deed == STEP
+        done = (
+            "Parameters in chunks had this step's update in backward, with what was set then"
+            if in_backward
+            else ""
+        )
+        return Refused(self.number, done or "Nothing was updated")
 
     def zero_grad(self) -> None:
         """What the user's zero_grad does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -148,8 +148,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         known = {"step", *self._rule.states.values()}
         if any(set(of_one) - known for of_one in state_dict.get("state", {}).values()):
             self._calls.take(state_dict)  # refused: it is another rule's
+        own = {key for group in self.param_groups for key in group} - MEAN_NOTHING.keys()
         groups = [
-            as_settings(group, place, self._rule, handed=self.handed is not None)
+            as_settings(group, place, self._rule, handed=True, known=own)
             for place, group in enumerate(state_dict["param_groups"])
         ]
         if state_dict.get("state"):
@@ -177,18 +178,24 @@ _KEPT = (
     "min_lr",
     "max_momentum",
     "base_momentum",
+    "swa_lr",
 )
 """Of a group, whatever the rule; some are schedulers'."""
 
 
 def as_settings(
-    group: Mapping[str, Any], place: int, rule: RuleFacts, handed: bool = False
+    group: Mapping[str, Any],
+    place: int,
+    rule: RuleFacts,
+    handed: bool = False,
+    known: Collection[str] = (),
 ) -> dict[str, Any]:
     """A group of torch's as one of the engine's: what means nothing here goes, what would mean something is refused.
-    `handed`: it is of an optimizer of torch's, all of whose groups are updated by the rule."""
+    `handed`: it is of an optimizer of torch's, all of whose groups are updated by the rule. `known`: what the loop has
+    put into the engine's groups itself."""
     found, settings = {}, ", ".join(rule.defaults)
     for key, value in group.items():
-        if key in _KEPT or key in rule.defaults:
+        if key in _KEPT or key in rule.defaults or key in known:
             found[key] = value
         elif key not in MEAN_NOTHING:
             raise ConfigError(

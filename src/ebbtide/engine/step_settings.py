@@ -4,47 +4,68 @@ from __future__ import annotations
 
 import math
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.errors import StateError
 from ebbtide.runtime.distributed.ranks import Ranks
 
-Settings = dict[str, Any]
-"""By what messages call them: numbers, and tuples of numbers."""
 NEARLY = 1e-9
 """Processors of other makes may compute the cosine of one schedule so far apart."""
 
 
-def step_settings(
-    groups: Sequence[Mapping[str, Any]], read: Iterable[str], clip: float | None, place: Mapping[str, int]
-) -> Settings:
-    """`read`: what the rule reads of a group. `clip`: the norm that gradients are clipped to. `place`: each parameter's
-    group, -1 for none."""
-    found = {
-        f"param_groups[{number}][{key!r}]": _plain(group.get(key))
-        for number, group in enumerate(groups)
-        for key in read
-    }
-    return {**found, "the norm to clip to": clip} | {f"the group of {name}": at for name, at in place.items()}
+@dataclass(frozen=True)
+class StepSettings:
+    groups: Sequence[Mapping[str, Any]]
+    read: Iterable[str]
+    """What the rule reads of a group."""
+    clip: float | None
+    """The norm that gradients are clipped to."""
+    names: Sequence[str]
+    group_of: Sequence[int]
+    """Each parameter's group, -1 for none."""
+
+    @property
+    def checksum(self) -> int:
+        return zlib.crc32(array("i", self.group_of), zlib.crc32(repr(self._numbers()).encode()))
+
+    def _numbers(self) -> dict[str, Any]:
+        found = {
+            f"param_groups[{number}][{key!r}]": _plain(group.get(key))
+            for number, group in enumerate(self.groups)
+            for key in self.read
+        }
+        return {**found, "the norm to clip to": self.clip}
+
+    def named(self) -> dict[str, Any]:
+        """By what messages call them: numbers, and tuples of numbers."""
+        places = zip(self.names, self.group_of, strict=True)
+        return self._numbers() | {f"the group of {name}": place for name, place in places}
 
 
-def checksum(settings: Settings) -> int:
-    return zlib.crc32(repr(settings).encode())
+@dataclass(frozen=True)
+class Refused:
+    """What a message says of the step that is not taken."""
+
+    step: int
+    done: str
 
 
-def require_alike(ranks: Ranks, settings: Settings, step: int) -> None:
+def require_alike(ranks: Ranks, settings: StepSettings, refused: Refused) -> None:
     """Raises on all ranks where one has others."""
-    everywhere = ranks.objects(settings)
+    everywhere = ranks.objects(settings.named())
     first = everywhere[0]
-    for rank, theirs in enumerate(everywhere):
+    for rank, theirs in zip(ranks.members, everywhere, strict=True):
         for key in [*first, *(key for key in theirs if key not in first)]:
             one, other = first.get(key), theirs.get(key)
             if not _alike(one, other):
                 raise StateError(
-                    f"step {step}: ranks would update their parts of the weights with different settings: {key} is "
-                    f"{one} on rank 0 and {other} on rank {rank}. Most likely a schedule follows a loss that "
-                    "is one rank's alone: give it the mean of all ranks', or set the same on each. Nothing was updated"
+                    f"step {refused.step}: ranks would update their parts of the weights with different settings: {key} "
+                    f"is {one} on rank {ranks.members[0]} and {other} on rank {rank}. Most likely a schedule follows a "
+                    "loss that is one rank's alone: give it the mean of all ranks', or set the same on each. "
+                    f"{refused.done}"
                 )
 
 

@@ -216,7 +216,7 @@ class Stepping:
         unmanaged, updates = self._session.unmanaged, self._session.updates
         if self._session.companions is not None or self._core.optimizer.overheard or any(unmanaged.arrived()):
             return None
-        if self._session.averages:
+        if self._session.averages or self._core.overheard:
             return None
         guarded = updates.guarded(self._core.losses, scaling)
         if guarded is None:
@@ -268,6 +268,8 @@ class Stepping:
         session = self._session
         if session.micro == 0:  # a hook before the step has dropped them
             raise StateError(self._without_backward())
+        if self._core.overheard:
+            self._core.meet_alike(STEP)  # a hook before the step may have set others
         if self._config.updates != "in-backward":
             session.catch_up_averages()
         with self._no_way_back(), self._core.half_done("an update"):
@@ -279,9 +281,9 @@ class Stepping:
                 session.unmanaged.apply(self._core.optimizer.param_groups, self._factor)
             if self._core.scaler is not None:
                 self._core.scaler.update(False)
+            for average in session.averages:
+                average.stepped()
             self._core.steps += 1
-        for average in session.averages:
-            average.stepped()
         if session.data.live.members:  # within resident(): what is written from here on is the user's
             session.queue.drain()
             session.data.live.rebase()

@@ -53,8 +53,13 @@ class ModelParallel:
         return bool(self._groups)
 
     @property
+    def parts(self) -> list[Ranks]:
+        """By how tensors are cut: the processes that have their other parts."""
+        return [ranks for ranks, _ in self._groups]
+
+    @property
     def _all(self) -> list[Ranks]:
-        return [ranks for ranks, _ in self._groups] + ([] if self.stages is None else [self.stages])
+        return self.parts + ([] if self.stages is None else [self.stages])
 
     def know(self, names: Sequence[str]) -> None:
         """By which numbers parameters are known from now on."""

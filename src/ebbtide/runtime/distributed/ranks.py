@@ -60,7 +60,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._members, self._world = members_of(group)[1:], dist.get_world_size()
+        self.members, self._world = members_of(group)[1:], dist.get_world_size()
         self.broken = False
         """Whether a collective failed, for a rank is gone."""
         self.sent = 0
@@ -172,7 +172,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             self.broken = True
-            raise lost(self._members, self._members[self.rank], self._world, error) from error
+            raise lost(self.members, self.members[self.rank], self._world, error) from error
 
 
 def naming(ranks: Ranks | None) -> AbstractContextManager[None]:

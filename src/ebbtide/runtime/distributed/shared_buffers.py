@@ -1,7 +1,8 @@
 """Buffers, of which every rank has its own: once forward has written some, the step makes them the first rank's.
 
 So it is under DistributedDataParallel, too, which does it before each forward pass. A checkpoint has the first rank's,
-and an evaluation computes with the same on every rank.
+and an evaluation computes with the same on every rank. Buffers that a checkpoint leaves out (`persistent=False`) stay as
+they are: they follow from what the rank has seen, and its module may keep more of that elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ebbtide.kernels.crc import crc32
-from ebbtide.runtime.distributed.ranks import Ranks
+from ebbtide.runtime.distributed.ranks import Ranks, all_or_none
 
 Facts = tuple[tuple[int, ...], str, int]
 """Shape, dtype and checksum."""
@@ -21,7 +22,7 @@ Facts = tuple[tuple[int, ...], str, int]
 
 class SharedBuffers:
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        self._module, self._ranks = module, ranks
+        self._module, self.ranks = module, ranks
         self._before: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._remember()
 
@@ -35,9 +36,15 @@ class SharedBuffers:
         )
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._module.named_buffers():
-            if type(buffer) in (torch.Tensor, nn.Buffer) and buffer.layout == torch.strided:
-                yield name, buffer
+        seen = set()
+        for prefix, module in self._module.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                plain = type(buffer) in (torch.Tensor, nn.Buffer) and buffer.layout == torch.strided
+                if plain and not buffer.is_inference():  # those have no version, and take no writes
+                    yield f"{prefix}.{key}", buffer
 
     def _remember(self) -> None:
         self._before = {name: (weakref.ref(buffer), buffer._version) for name, buffer in self._buffers()}
@@ -45,8 +52,9 @@ class SharedBuffers:
     def align(self) -> None:
         """All ranks call it together. A buffer whose shape is another one elsewhere, as a cache's may be, stays."""
         buffers = dict(self._buffers())
-        facts = {name: _facts(buffer) for name, buffer in buffers.items() if buffer.numel()}
-        everywhere = self._ranks.objects(facts)
+        with all_or_none(self.ranks):
+            facts = {name: _facts(buffer) for name, buffer in buffers.items() if buffer.numel()}
+        everywhere = self.ranks.objects(facts)
         differing = [
             name
             for name, (shape, dtype, checksum) in everywhere[0].items()
@@ -55,8 +63,8 @@ class SharedBuffers:
         ]
         if differing:
             values = torch.cat([_bytes(buffers[name]) for name in differing])
-            self._ranks.spread(values, 0)
-            if self._ranks.rank:
+            self.ranks.spread(values, 0)
+            if self.ranks.rank:
                 _write([buffers[name] for name in differing], values)
         self._remember()
 
