@@ -107,6 +107,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {known[close[0]]!r}?" if close else ""
 
 
+def imagined_kept(what: str) -> StateError:
+    return StateError(
+        f"{what} hangs on a tensor of a pass that was only imagined: forward, or a hook, keeps what it computes where "
+        "neither its module's attributes nor its own closure and globals lead. Keep it there"
+    )
+
+
 def second_gradient(name: str) -> UnsupportedError:
     """Where a chunk is updated as soon as its gradients are there."""
     return UnsupportedError(

@@ -117,19 +117,19 @@ class _Conversion:
 class _Forgetting:
     """In place of a managed module's `zero_grad`: gradients that are held elsewhere go with those in `.grad`."""
 
-    def __init__(self, module: nn.Module, clear: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, clear: Callable[[bool], None]) -> None:
         self._module, self._own, self._clear = module, module.zero_grad, clear
         module.zero_grad = self  # type: ignore[method-assign]
 
     def __call__(self, set_to_none: bool = True) -> None:
-        self._clear()
+        self._clear(set_to_none)
         self._own(set_to_none)
 
     def remove(self) -> None:
         self._module.__dict__.pop("zero_grad", None)
 
 
-def guard(session: Session, clear: Callable[[], None]) -> None:
+def guard(session: Session, clear: Callable[[bool], None]) -> None:
     """Hooks on every module that owns managed parameters; removed with the interceptor's. `clear` drops gradients."""
     session.interceptor.keep(_Forgetting(session.module, clear))
     _held[session.module] = "is managed by another engine: use that one, or call its release() first"

@@ -69,6 +69,8 @@ class EngineCore:
         self._buffers = None if sharing is None else SharedBuffers(session.module, sharing.ranks)
         self.overheard = False
         """Whether on some rank somebody else's code runs as a step begins, and may change its settings."""
+        self.zeros_wanted = False
+        """Whether the loop's last zero_grad() asked for zeros."""
         self.process = os.getpid()
         """The one that has the engine's threads; a forked child of it does not."""
         self._calls = 0
@@ -211,9 +213,10 @@ class EngineCore:
         )
         return Refused(self.number, done or "Nothing was updated")
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """What the user's zero_grad does."""
         self.own_backward.give_up()
+        self.zeros_wanted = not set_to_none
         if self.config.updates == "in-backward" and self.session.micro:
             raise StateError(
                 'zero_grad: updates = "in-backward" has applied the gradients of this backward already; call '

@@ -31,7 +31,8 @@ class OptimizerCalls:
 
     update: Callable[[], bool]
     """Takes the engine's step, and says whether it was skipped."""
-    clear: Callable[[], None]
+    clear: Callable[[bool], None]
+    """Drops gradients; whether None is to be there and not zeros."""
     take: Callable[[Mapping[str, Any]], None]
     """Takes a torch optimizer's state into the chunks."""
 
@@ -93,7 +94,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that are held; after a step there are none."""
-        self._calls.clear()
+        self._calls.clear(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The param groups. The state is in chunks, and a file that is written without it trains on as another run."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.checkpoint.values import names
 from ebbtide.engine.core import EngineCore
-from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, imagined_kept
 from ebbtide.runtime.distributed.agreement import LOSS
 from ebbtide.runtime.gradients.stand_ins import leading
 from ebbtide.runtime.movement.plan_cursor import IDLE
@@ -208,7 +208,23 @@ class Passes:
             for parameter in (*data.parameters, *outside):
                 if parameter.requires_grad and _is_reached(parameter):
                     return True
-        return False
+        return _recomputes(torch._C._current_autograd_node())
+
+
+def _recomputes(node: Any) -> bool:
+    """Whether the backward that runs now comes from a node to a reentrant checkpoint: its parameters are reached by a
+    backward within."""
+    todo, seen = [node], {node}
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        if node.name() == "CheckpointFunctionBackward" and torch._C._will_engine_execute_node(node):
+            return True
+        following = {other for other, _ in node.next_functions} - seen
+        todo += following
+        seen |= following
+    return False
 
 
 def _is_reached(parameter: torch.Tensor) -> bool:
@@ -228,10 +244,7 @@ def _refuse_loss(loss: Any) -> None:
         )
         raise ConfigError(f"backward takes the loss, a tensor with one element; it was given {found}")
     if isinstance(loss, FakeTensor):
-        raise StateError(
-            "the loss hangs on a tensor of a pass that was only imagined: forward, or a hook, keeps what it "
-            "computes where neither its module's attributes nor its own closure and globals lead. Keep it there"
-        )
+        raise imagined_kept("the loss")
     if loss.grad_fn is None:
         raise ConfigError(
             "the loss does not depend on any parameter that requires gradients: was it computed under torch.no_grad(), "

@@ -12,7 +12,7 @@ import torch
 from ebbtide.checkpoint.saving import Saver
 from ebbtide.engine.core import EngineCore
 from ebbtide.engine.foreign import Schedulers
-from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError
+from ebbtide.errors import ConfigError, NonFiniteError, StateError, UnsupportedError, warn_user
 from ebbtide.kernels import Decision, Guarded, Scaling
 from ebbtide.memory.journal import DEVICE_WAIT, EBBTIDE
 from ebbtide.runtime.distributed.agreement import STEP
@@ -44,6 +44,7 @@ class Stepping:
         """Whether it is the engine that calls the optimizer."""
         self._called_by_optimizer = False
         """Whether the loop called `optimizer.step()`, whose hooks run around this step."""
+        self._told_of_zeros = False
         self._factor = 1.0
         """What gradients are multiplied with."""
         self.last: StepResult | None = None
@@ -97,6 +98,7 @@ class Stepping:
         self._schedulers.look()
         self._session.refuse_swapped()
         self._core.notice_dropped()
+        self._refuse_set_by_hand()
         session = self._session
         if session.micro == 0:
             said = self._without_backward()
@@ -109,6 +111,7 @@ class Stepping:
         self._core.meet_alike(STEP)
         session.average_unmanaged()
         self._refuse_nothing()
+        self._warn_of_zeros()
         if self._config.updates == "in-backward":
             self._refuse_nonfinite_outside()
             self._step_optimizer()
@@ -123,6 +126,16 @@ class Stepping:
             decision = self._decide(scaling)
             self._take(decision)
         return StepResult(True, grad_norm=decision.norm, loss_scale=self.loss_scale)
+
+    def _refuse_set_by_hand(self) -> None:
+        name = self._session.set_by_hand()
+        if name:
+            raise StateError(
+                f"engine.step(): {name}.grad was set by hand, and no backward pass of this engine has brought it. The "
+                "engine updates with gradients that come by backward: add what it is the gradient of to the loss; a "
+                "hook on the parameter (register_hook) changes one that comes. engine.zero_grad() drops it. Nothing was "
+                "changed"
+            )
 
     def _without_backward(self) -> str:
         if not any(parameter.requires_grad for parameter in self._core.module.parameters()):
@@ -146,6 +159,18 @@ class Stepping:
             return  # another stage may have all of them
         self._core.clear()
         raise StateError(NOTHING_TRAINED)
+
+    def _warn_of_zeros(self) -> None:
+        """Where zeros were asked for in place of None, and it makes a difference."""
+        missing = self._session.without_gradient() if self._core.zeros_wanted else []
+        if missing and not self._told_of_zeros:
+            self._told_of_zeros = True
+            more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            warn_user(
+                f"zero_grad(set_to_none=False): {missing[0]}{more} had no gradient in this step. The engine leaves such "
+                "parameters as they are, as with set_to_none=True; torch's optimizer would find zeros, decay them, and "
+                "move them on by their momentum"
+            )
 
     def _refuse(self, bad: str) -> StepResult:
         """Gradients that are not finite, which says `bad`."""

@@ -79,7 +79,7 @@ class Engine:
         """`tiers`: memory of its own instead of the process's, as comparisons in one process need it."""
         calls = OptimizerCalls(
             update=self._update,
-            clear=lambda: self._core.zero_grad(),
+            clear=lambda set_to_none: self._core.zero_grad(set_to_none),
             take=lambda state_dict: self._checkpoints.take_moments(state_dict),
         )
         opened = open_session(module, config, param_groups, calls, tiers, weights, group, stages)

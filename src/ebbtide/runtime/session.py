@@ -508,6 +508,32 @@ class Session:
         updates.forget(dropped)
         return False
 
+    def set_by_hand(self) -> str:
+        """The first parameter of the optimizer's whose gradient no backward pass has brought; empty where there is
+        none."""
+        group_of = self.updates.param_groups.group_of
+        members = (member for member, group in enumerate(group_of) if group >= 0)
+        return self.updates.sink.stand_ins.set_by_hand(members)
+
+    def without_gradient(self) -> list[str]:
+        """Parameters of the optimizer that were updated before, and have no gradient in this step. Not on ranks, where
+        another one may have it."""
+        groups, data = self.updates.param_groups, self.data
+        if self.sharing is not None:
+            return []
+        return [
+            name
+            for name, group, count, arrived, parameter in zip(
+                data.names,
+                groups.group_of,
+                groups.counts,
+                self.updates.sink.arrived,
+                data.parameters,
+                strict=True,
+            )
+            if group >= 0 and count and not arrived and parameter.requires_grad
+        ]
+
     def _begin_counting(self) -> None:
         """Another step's passes."""
         self.micro, self.pieces = 0, 1

@@ -112,6 +112,15 @@ class StandIns:
                 if self._parameters[member].grad is self._made[member]:
                     self._parameters[member].grad = None
 
+    def set_by_hand(self, members: Iterable[int]) -> str:
+        """Of these, whose stand-ins are hidden, the first that has a gradient all the same; empty where none has."""
+        with plainly():
+            for member in members:
+                parameter = self._parameters[member]
+                if parameter.grad is not None and parameter.requires_grad:
+                    return self._names[member]
+        return ""
+
     def hide(self) -> set[int]:
         """None is shown any more. Of which parameters the user's code has dropped the gradient meanwhile."""
         if not self._shown:

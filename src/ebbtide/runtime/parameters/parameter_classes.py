@@ -117,7 +117,7 @@ def answers() -> frozenset[Any]:
         known = getattr(torch.Tensor, name, None)
         if known is not None:
             found.append(known if callable(known) else known.__get__)
-    found.append(torch.autograd.grad)
+    found += [torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward]
     for name in _SET:
         if hasattr(torch.Tensor, name):
             found.append(getattr(torch.Tensor, name).__set__)

@@ -231,4 +231,6 @@ def _trainable(parameter: nn.Parameter) -> bool:
 
 
 def _laid(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
     return laid_like(gradient, tuple(parameter.shape), parameter.stride(), parameter.dtype)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ebbtide.config import Config
-from ebbtide.errors import NonFiniteError, StateError, UnsupportedError, second_gradient
+from ebbtide.errors import NonFiniteError, StateError, UnsupportedError, imagined_kept, second_gradient
 from ebbtide.kernels import Guarded, Kernels, Rule, Scaling
 from ebbtide.memory.dtensors import part_like
 from ebbtide.planner.shape import WHOLE_GRAD
@@ -130,6 +131,8 @@ class Updates:
         if gradient is None or self.param_groups.group_of[member] < 0:
             return  # not the optimizer's: as in plain PyTorch, it accumulates where it is
         parameter.grad = None
+        if isinstance(gradient, FakeTensor):
+            raise imagined_kept(f"the gradient of {self.data.names[member]}")
         if self._cursor.phase != REVERSING:
             self._refuse_stray(member)
         gradient = part_like(gradient, parameter).resolve_neg()

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 
+from ebbtide.devices.pool import users
+
 NEAR = 32
 """Operators that are looked at, from a module's outputs on: what it does with a weight is among its last."""
 
 _MARK = "_ebbtide_sum"
+_ALONE = users(torch.empty(1))
+"""Of memory that one tensor has."""
 
 
 def own_parts(outputs: Iterable[torch.Tensor], parameters: Collection[torch.Tensor]) -> None:
@@ -59,6 +63,8 @@ def carried_out(func: Any, args: Any, kwargs: Any) -> Any:
 def _adds_a_part(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.add.Tensor or not hasattr(args[0], _MARK):
         return False
+    if users(args[0]) > _ALONE:
+        return False  # the node gave a view of what others want: h + w.view(...) gives the gradient of h
     node = torch._C._current_autograd_node()
     # Where a gradient arrives, all parts are together: what a hook of the user's adds is no part.
     return node is not None and not hasattr(node, "variable")

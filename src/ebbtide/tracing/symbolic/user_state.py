@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ebbtide.tracing.symbolic.holdings import Cell, ClassAttributes, Holding, Mapping, Names, holding
 from ebbtide.tracing.symbolic.muted import aside, muted
@@ -281,11 +282,22 @@ def unchanged(
     if function is not module:
         reach.function(function)
     try:
-        with muted(reach.files), aside(reach.queues, reach.bars):
+        with muted(reach.files), aside(reach.queues, reach.bars), _torchs_caches_aside():
             _replace(reach, imagined)
             yield
     finally:
         _put_back(reach, gradients)
+
+
+@contextmanager
+def _torchs_caches_aside() -> Iterator[None]:
+    """Where torch keeps tensors of a pass for that pass: `parametrize.cached()`, and weights that autocast has cast."""
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
+        torch.clear_autocast_cache()
 
 
 def _put_back(reach: Reach, gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
