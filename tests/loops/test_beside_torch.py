@@ -244,7 +244,7 @@ def test_a_gradient_that_is_set_by_hand_is_not_dropped_in_silence() -> None:
         parameters = list(module.b.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient
-        with pytest.raises(StateError, match=r"b\.0\.weight\.grad was set by hand"):
+        with pytest.raises(StateError, match=r"b\.0\.weight has a gradient in \.grad"):
             engine.step()
         assert engine.weights_sha256() == before
         engine.zero_grad()
@@ -268,4 +268,155 @@ def test_zeros_in_place_of_none_are_told_where_they_make_a_difference(by: str) -
     with pytest.warns(EbbtideWarning, match=r"set_to_none=False.*b\.0\.weight and 3 others"):
         step("a", False)
     step("a", True)
+    engine.close()
+
+
+class Whole(nn.Module):
+    """A reentrant checkpoint around all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=True)
+
+
+def adversarial(module: nn.Module, optimizer: Any, step: Callable[[], Any]) -> None:
+    """Frozen, a backward for the input alone; then one that trains."""
+    for number in range(4):
+        x = rows(number).requires_grad_()
+        module.requires_grad_(False)
+        module(x).pow(2).mean().backward()
+        module.requires_grad_(True)
+        assert x.grad is not None
+        other = (x + 0.1 * x.grad.sign()).detach().requires_grad_()
+        module(other).pow(2).mean().backward()
+        step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_a_backward_through_a_frozen_checkpoint_counts_for_nothing(updates: str) -> None:
+    require_alike(Whole, adversarial, updates=updates, **PLACES["everything fits"])
+
+
+def test_a_backward_through_a_frozen_checkpoint_is_no_micro_batch() -> None:
+    updated = []
+    engine = ebbtide.initialize(Whole(), config_of(precision="fp32", clip=None, accumulate=2))
+    for _ in range(2):
+        x = rows(0).requires_grad_()
+        for trained in (False, True):
+            engine.module.requires_grad_(trained)
+            engine.module(x).pow(2).mean().backward()
+        updated.append(engine.step().updated)
+    assert updated == [False, True]
+    engine.close()
+
+
+def added_later(after: Callable[[nn.Module, Any], None]) -> Loop:
+    def loop(module: nn.Module, optimizer: Any, step: Callable[[], Any]) -> None:
+        for number in range(2):
+            module(rows(number), "ab").pow(2).mean().backward()
+            step()
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": list(module.b.parameters())})
+        optimizer.zero_grad()
+        after(module, optimizer)
+        module(rows(2), "ab").pow(2).mean().backward()
+        step()
+        optimizer.zero_grad()
+
+    return loop
+
+
+def other_branch(module: nn.Module, optimizer: Any) -> None:
+    """The first loss does not reach what has just been added."""
+    module(rows(7), "a").pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("after", [lambda module, optimizer: None, other_branch])
+def test_zero_grad_drops_what_came_before_a_parameter_was_in_a_group(after: Any) -> None:
+    def run(module: nn.Module, engine: bool) -> dict[str, torch.Tensor]:
+        loop = added_later(after)
+        if engine:
+            optimizer = {"name": "adamw", "lr": LR}
+            made = ebbtide.initialize(
+                module,
+                config_of(precision="fp32", clip=None, optimizer=optimizer),
+                list(module.a.parameters()),
+            )
+            loop(module, made.optimizer, made.step)
+            found = made.state_dict()
+            made.close()
+            return found
+        theirs = torch.optim.AdamW(module.a.parameters(), lr=LR)
+        loop(module, theirs, theirs.step)
+        return {name: value.detach() for name, value in module.named_parameters()}
+
+    expected, found = run(Branches(), False), run(Branches(), True)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_that_comes_between_backward_and_step_does_not_lose_its_gradient_in_silence() -> None:
+    module = Branches()
+    engine = ebbtide.initialize(module, config_of(precision="fp32", clip=None), list(module.a.parameters()))
+    module(rows(0), "ab").pow(2).mean().backward()
+    engine.optimizer.add_param_group({"params": list(module.b.parameters())})
+    with pytest.raises(StateError, match=r"b\.0\.weight has a gradient in \.grad"):
+        engine.step()
+    engine.zero_grad()
+    module(rows(0), "ab").pow(2).mean().backward()
+    assert engine.step().updated
+    engine.close()
+
+
+def test_a_penalty_before_the_first_pass_counts() -> None:
+    def loop(module: nn.Module, optimizer: Any, step: Callable[[], Any]) -> None:
+        for number in range(3):
+            (module.b[0].weight ** 2).sum().backward()
+            module(rows(number), "a").pow(2).mean().backward()
+            step()
+            optimizer.zero_grad()
+
+    require_alike(Branches, loop, **PLACES["everything fits"])
+
+
+def test_a_clip_outlives_a_step_that_was_not_taken() -> None:
+    def run(fails: bool) -> str:
+        module = layers()
+        engine = ebbtide.initialize(module, config_of(precision="fp32", clip=None))
+        module(rows(0)).pow(2).mean().backward()
+        engine.clip_grad_norm_(1e-3)
+        if fails:
+
+            def hook(*_: Any) -> None:
+                raise ValueError("mine")
+
+            handle = engine.optimizer.register_step_pre_hook(hook)
+            with pytest.raises(ValueError, match="mine"):
+                engine.step()
+            handle.remove()
+        engine.step()
+        sha = engine.weights_sha256()
+        engine.close()
+        return sha
+
+    assert run(True) == run(False)
+
+
+def test_zeros_are_told_of_outside_the_chunks_too() -> None:
+    module = Branches()
+    engine = ebbtide.initialize(module, config_of(precision="fp32", clip=None, unmanaged=["b.*"]))
+    for which in ("ab", "a"):
+        module(rows(0), which).pow(2).mean().backward()
+        if which == "a":
+            with pytest.warns(EbbtideWarning, match=r"b\.0\.weight and 3 others had no gradient"):
+                engine.step()
+        else:
+            engine.step()
+        engine.zero_grad(set_to_none=False)
     engine.close()

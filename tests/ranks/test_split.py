@@ -291,3 +291,45 @@ def away_parts() -> list[str]:
 def test_parts_that_are_away_raise_by_name() -> None:
     for *said, _ in group_of(4).run(away_parts):
         assert said and all("is away: norm needs its values" in one for one in said)
+
+
+def told_apart(how: str) -> tuple[str, bool, bool]:
+    """One of the four has another rate, or a hook that sets one: what is said, and whether weights stayed."""
+    rank = dist.get_rank()
+    engine = ebbtide.initialize(
+        split_sequential(), config_of(precision="fp32", clip=None), group=mesh_of()["dp"].get_group()
+    )
+
+    def set_rate(*_: Any) -> None:
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+
+    steps_of(engine, rank // 2, 0, 1)
+    before = engine.weights_sha256()
+    handle = (
+        engine.optimizer.register_step_pre_hook(lambda *_: set_rate() if how == "sets" else None)
+        if how != "rate" and rank == 3
+        else None
+    )
+    if how == "rate" and rank == 3:
+        set_rate()
+    said = ""
+    try:
+        steps_of(engine, rank // 2, 1, 1)
+    except StateError as error:
+        said = str(error)
+    same = engine.weights_sha256() == before
+    if handle is not None:
+        handle.remove()
+    engine.zero_grad()
+    engine.optimizer.param_groups[0]["lr"] = 1e-3
+    steps_of(engine, rank // 2, 2, 1)
+    changed = engine.weights_sha256() != before
+    engine.close()
+    return said, same, changed
+
+
+@pytest.mark.parametrize("how", ["rate", "sets", "listens"])
+def test_settings_that_one_of_the_four_has_otherwise_are_refused_by_all(how: str) -> None:
+    for said, same, changed in group_of(4).run(told_apart, how):
+        assert same is (how != "listens") and changed
+        assert how == "listens" or ("['lr'] is 0.001 on rank" in said and "0.5 on rank 3" in said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Protocol, TypeVar
@@ -13,12 +13,14 @@ import torch
 
 from ebbtide.engine.optimizer import EngineOptimizer
 from ebbtide.engine.own_backward import OwnBackward
-from ebbtide.engine.step_settings import Refused, StepSettings, require_alike
+from ebbtide.engine.step_settings import StepSettings, difference
 from ebbtide.engine.tracebacks import trim
 from ebbtide.errors import EbbtideError, StateError
 from ebbtide.memory.journal import LOOP, RANKS
 from ebbtide.runtime.distributed.agreement import STEP
+from ebbtide.runtime.distributed.ranks import Ranks
 from ebbtide.runtime.distributed.shared_buffers import SharedBuffers
+from ebbtide.runtime.parameters.parameter_classes import plainly
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.updates.loss_scale import LossScaler
 from ebbtide.tracing.hooks.compiled import has_compiler
@@ -159,6 +161,18 @@ class EngineCore:
         """What was counted for this step: its losses, and how to clip it."""
         self.losses, self.losses_known, self.clip_once = [], True, None
 
+    @contextmanager
+    def counts_again(self) -> Iterator[None]:
+        """Around an update: what was counted is forgotten, unless the step was not taken."""
+        before, counts = self.steps, (self.losses, self.losses_known, self.clip_once)
+        self.forget_counts()
+        try:
+            yield
+        except BaseException:
+            if self.steps == before and not self.broken:
+                self.losses, self.losses_known, self.clip_once = counts
+            raise
+
     def clear(self) -> None:
         """Drops gradients that were held, and what was counted for this step."""
         self.session.drop_gradients()
@@ -174,23 +188,50 @@ class EngineCore:
         """Where ranks share the chunks, all of them are there, to update with the same settings; so are those that have
         other parts of the same tensors. From a step on, buffers are the first rank's."""
         session, shared = self.session, self._buffers
-        parts = [] if session.companions is None else session.companions.parts
-        if shared is None and not parts:
+        companions = session.companions
+        if shared is None and companions is None:
             return
-        settings = self._step_settings()
-        check = settings.checksum
+        settings, written = self._step_settings(), False
+        heard: list[tuple[Ranks, Sequence[int]]] = []
+        self.overheard = self.optimizer.overheard
         if shared is not None:
-            written = deed == STEP and shared.written
-            said = session.meet(deed, self.steps, 4 * check + 2 * self.optimizer.overheard + written)
-            with session.journal.at(RANKS):
-                if len({one // 4 for one in said}) > 1:
-                    require_alike(shared.ranks, settings, self._refused(deed))
-                self.overheard = any(one // 2 % 2 for one in said)
-                if any(one % 2 for one in said):
-                    shared.align()
-        for ranks in parts:
-            if len({row[0] for row in ranks.numbers([check])}) > 1:
-                require_alike(ranks, settings, self._refused(deed))
+            own = deed == STEP and shared.written
+            said = session.meet(deed, self.steps, 4 * settings.checksum + 2 * self.overheard + own)
+            heard.append((shared.ranks, [one // 4 for one in said]))
+            self.overheard, written = any(one // 2 % 2 for one in said), any(one % 2 for one in said)
+        with session.journal.at(RANKS):
+            for ranks in [] if companions is None else companions.parts:
+                heard.append((ranks, [row[0] for row in ranks.numbers([settings.checksum])]))
+            self._refuse_differing(heard, settings, deed)
+            if shared is not None and written:
+                shared.align()
+
+    def _refuse_differing(
+        self, heard: Sequence[tuple[Ranks, Sequence[int]]], settings: StepSettings, deed: int
+    ) -> None:
+        """Raises on all processes that train the model, those that see no difference among them."""
+        seen = [
+            found
+            for ranks, checks in heard
+            if len(set(checks)) > 1 and (found := difference(ranks, settings))
+        ]
+        found, companions = "; ".join(seen), self.session.companions
+        if companions is not None:
+            sharing = None if self._buffers is None else self._buffers.ranks
+            found, others = companions.hear(found, self.overheard, sharing)
+            self.overheard = others
+        if found:
+            in_backward = self.config.updates == "in-backward" and deed == STEP
+            raise StateError(
+                f"step {self.number}: ranks would update their parts of the weights with different settings: {found}. "
+                "Most likely a schedule follows a loss that is one rank's alone: give it the mean of all ranks', or set "
+                "the same on each. "
+                + (
+                    "Parameters in chunks had this step's update in backward, with what was set then"
+                    if in_backward
+                    else "Nothing was updated"
+                )
+            )
 
     def _step_settings(self) -> StepSettings:
         session, groups = self.session, self.optimizer.param_groups
@@ -204,15 +245,6 @@ class EngineCore:
             group_of=[place.get(id(p), -1) for p in (*session.data.parameters, *outside.values())],
         )
 
-    def _refused(self, deed: int) -> Refused:
-        in_backward = self.config.updates == "in-backward" and deed == STEP
-        done = (
-            "Parameters in chunks had this step's update in backward, with what was set then"
-            if in_backward
-            else ""
-        )
-        return Refused(self.number, done or "Nothing was updated")
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """What the user's zero_grad does."""
         self.own_backward.give_up()
@@ -223,6 +255,10 @@ class EngineCore:
                 'engine.step(), or use updates = "exact" to drop what a batch brought'
             )
         self.clear()
+        with plainly():  # of parameters that are in the groups by now, too
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def end_pending(self) -> None:
         """Before all weights are written. What an engine that is broken has pending may never be done: it goes."""

@@ -210,8 +210,8 @@ def as_settings(
     decoupled = group.get("decoupled_weight_decay", rule.decoupled)
     if handed and decoupled != rule.decoupled and group.get("weight_decay"):
         raise ConfigError(
-            f"param_groups[{place}]: expected decoupled_weight_decay = {rule.decoupled}, as in the other groups, found "
-            f"{decoupled}: one rule updates all of them"
+            f"param_groups[{place}]: expected decoupled_weight_decay = {rule.decoupled}, as {rule.name} has it, found "
+            f"{decoupled}: the engine updates all groups by one rule, and config['optimizer']['name'] says which"
         )
     return found
 

@@ -25,6 +25,8 @@ from ebbtide.runtime.planning.earlier_passes import ways_back
 class Passes:
     def __init__(self, core: EngineCore) -> None:
         self._core, self._session, self._config = core, core.session, core.config
+        self._may_bring_nothing = False
+        """Whether the backward that the user's code started reaches reentrant checkpoints alone, which may be frozen."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
@@ -108,9 +110,13 @@ class Passes:
         self._core.losses.append(loss)
         before, captured = session.updates.applied, session.updates.sink.captured
         outside = session.unmanaged.arrived()
+        maybe, self._may_bring_nothing = root is None and self._may_bring_nothing, False
         try:
             with session.reversing(True, root is None, root):
                 yield
+            if maybe and session.updates.sink.captured == captured and session.unmanaged.arrived() == outside:
+                session.uncount()
+                self._core.losses.pop()
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.
             if session.updates.sink.captured != captured or session.unmanaged.arrived() != outside:
@@ -204,11 +210,13 @@ class Passes:
         torch.autograd.grad was asked for."""
         data = self._session.data
         outside = self._session.unmanaged.parameters.values()
+        self._may_bring_nothing = False
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             for parameter in (*data.parameters, *outside):
                 if parameter.requires_grad and _is_reached(parameter):
                     return True
-        return _recomputes(torch._C._current_autograd_node())
+        self._may_bring_nothing = _recomputes(torch._C._current_autograd_node())
+        return self._may_bring_nothing
 
 
 def _recomputes(node: Any) -> bool:

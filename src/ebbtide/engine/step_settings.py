@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.errors import StateError
 from ebbtide.runtime.distributed.ranks import Ranks
 
 NEARLY = 1e-9
@@ -45,28 +44,16 @@ class StepSettings:
         return self._numbers() | {f"the group of {name}": place for name, place in places}
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What a message says of the step that is not taken."""
-
-    step: int
-    done: str
-
-
-def require_alike(ranks: Ranks, settings: StepSettings, refused: Refused) -> None:
-    """Raises on all ranks where one has others."""
+def difference(ranks: Ranks, settings: StepSettings) -> str:
+    """What one of the ranks, which all call this, has otherwise than the first; empty where it is rounding."""
     everywhere = ranks.objects(settings.named())
     first = everywhere[0]
     for rank, theirs in zip(ranks.members, everywhere, strict=True):
         for key in [*first, *(key for key in theirs if key not in first)]:
             one, other = first.get(key), theirs.get(key)
             if not _alike(one, other):
-                raise StateError(
-                    f"step {refused.step}: ranks would update their parts of the weights with different settings: {key} "
-                    f"is {one} on rank {ranks.members[0]} and {other} on rank {rank}. Most likely a schedule follows a "
-                    "loss that is one rank's alone: give it the mean of all ranks', or set the same on each. "
-                    f"{refused.done}"
-                )
+                return f"{key} is {one} on rank {ranks.members[0]} and {other} on rank {rank}"
+    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -98,16 +98,16 @@ class Stepping:
         self._schedulers.look()
         self._session.refuse_swapped()
         self._core.notice_dropped()
-        self._refuse_set_by_hand()
         session = self._session
+        if self._config.updates != "in-backward":
+            session.updates.regroup(self._core.optimizer.param_groups)
+        self._refuse_set_by_hand()
         if session.micro == 0:
             said = self._without_backward()
             self._core.clear()  # a loop that goes on is not to have them in its next step
             raise StateError(said)
         if session.micro < self._config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
-        if self._config.updates != "in-backward":
-            session.updates.regroup(self._core.optimizer.param_groups)
         self._core.meet_alike(STEP)
         session.average_unmanaged()
         self._refuse_nothing()
@@ -131,7 +131,8 @@ class Stepping:
         name = self._session.set_by_hand()
         if name:
             raise StateError(
-                f"engine.step(): {name}.grad was set by hand, and no backward pass of this engine has brought it. The "
+                f"engine.step(): {name} has a gradient in .grad that the engine was not given: it was set by hand, or "
+                "came before the parameter was in a param group, or before the engine knew that it is trained. The "
                 "engine updates with gradients that come by backward: add what it is the gradient of to the loss; a "
                 "hook on the parameter (register_hook) changes one that comes. engine.zero_grad() drops it. Nothing was "
                 "changed"
@@ -276,15 +277,15 @@ class Stepping:
 
     def _step_optimizer(self) -> None:
         """Through `optimizer.step`, for schedulers count its calls, and hooks listen to it."""
-        self._core.forget_counts()
-        if self._called_by_optimizer:
-            self.update()
-        else:
-            self.own_call = True
-            try:
-                self._core.optimizer.step()
-            finally:
-                self.own_call = False
+        with self._core.counts_again():
+            if self._called_by_optimizer:
+                self.update()
+            else:
+                self.own_call = True
+                try:
+                    self._core.optimizer.step()
+                finally:
+                    self.own_call = False
         if self._core.optimizer.handed is not None:
             self._core.optimizer.handed._opt_called = True  # type: ignore[attr-defined]  # what a scheduler on it asks for
 

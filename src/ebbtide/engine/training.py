@@ -98,6 +98,7 @@ class Engine:
         refuse_foreign_steps()
         guard(session, core.zero_grad)
         session.data.end_pass()
+        session.interceptor.watch_gradients()
         session.interceptor.keep(RootCalls(module, self.__call__, self._passes.under_way))
         if core.config.loss == "pieces":
             session.interceptor.keep(LossInPieces(module))

@@ -402,6 +402,10 @@ class Session:
         self.micro += 1
         self.updates.sink.show()
 
+    def uncount(self) -> None:
+        """The backward pass that is over was for something else than this model's parameters."""
+        self.micro -= 1
+
     @on_real_memory
     def abandon(self) -> None:
         """A pass raised: what it held is released, its trace is thrown away."""
@@ -518,20 +522,27 @@ class Session:
     def without_gradient(self) -> list[str]:
         """Parameters of the optimizer that were updated before, and have no gradient in this step. Not on ranks, where
         another one may have it."""
-        groups, data = self.updates.param_groups, self.data
+        groups, data, unmanaged = self.updates.param_groups, self.data, self.unmanaged
         if self.sharing is not None:
             return []
-        return [
+        chunked = zip(
+            data.names,
+            data.parameters,
+            groups.group_of,
+            groups.counts,
+            self.updates.sink.arrived,
+            strict=True,
+        )
+        found = [
             name
-            for name, group, count, arrived, parameter in zip(
-                data.names,
-                groups.group_of,
-                groups.counts,
-                self.updates.sink.arrived,
-                data.parameters,
-                strict=True,
-            )
-            if group >= 0 and count and not arrived and parameter.requires_grad
+            for name, p, group, count, came in chunked
+            if group >= 0 and count and not came and p.requires_grad
+        ]
+        trained = {id(p) for group in groups.groups for p in group["params"]}
+        return found + [
+            name
+            for name, p in unmanaged.parameters.items()
+            if id(p) in trained and unmanaged.steps[name] and p.grad is None and p.requires_grad
         ]
 
     def _begin_counting(self) -> None:

@@ -110,6 +110,15 @@ class ModelParallel:
             mine = mine or next((theirs for theirs in everywhere if theirs), "")
         return mine
 
+    def hear(self, mine: str, flag: bool, sharing: Ranks | None) -> tuple[str, bool]:
+        """What one of all processes that train the model says, and whether one has the flag. `sharing`: those that share
+        this one's chunks. From dimension to dimension of the mesh, so that all have heard all."""
+        for ranks in [*([] if sharing is None else [sharing]), *self._all]:
+            everywhere = ranks.objects((mine, flag))
+            mine = mine or next((text for text, _ in everywhere if text), "")
+            flag = any(theirs for _, theirs in everywhere)
+        return mine, flag
+
     def require_same_step(self, step: int) -> None:
         """Checkpoints of all parts are of the same step."""
         steps = {step}
