@@ -56,6 +56,7 @@ BY_TORCH = {rule.torch: rule for rule in UPDATE_RULES.values() if rule.torch}
 MEAN_NOTHING: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "maximize": (False,),
+    "correct_bias": (True,),
     "capturable": (False,),
     "differentiable": (False,),
     "foreach": (None, False, True),

@@ -536,3 +536,19 @@ def test_a_backward_that_raised_does_not_keep_anybody_from_saving(folder: Path) 
         engine.step()
         engine.save(folder)
     engine.close()
+
+
+def test_an_evaluation_may_save(folder: Path) -> None:
+    """Nothing is half-done in it."""
+    engine = ebbtide.initialize(Signals(), config_of(precision="fp32", clip=None))
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+
+    def evaluated(x: torch.Tensor) -> torch.Tensor:
+        engine.save(folder)
+        return engine.module(x)
+
+    with torch.no_grad():
+        assert engine.run(evaluated, torch.ones(2, 8)).isfinite()
+    assert RunFolder(folder).latest() == folder / "step-00000001"
+    engine.close()

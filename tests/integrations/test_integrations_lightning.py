@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from ebbtide.errors import ConfigError, UnsupportedError
+from ebbtide.errors import ConfigError, EbbtideWarning, UnsupportedError
 from ebbtide.integrations.lightning import EbbtideStrategy
 from group import as_torchrun_says, group_of
 from sampling import some
@@ -490,3 +490,17 @@ class Nothing(pl.LightningModule):
 def test_a_module_without_parameters_needs_no_engine(tmp_path: Path) -> None:
     found = trainer_of(tmp_path, True).predict(Nothing(), loader(8))
     assert [int(one) for one in found] == [int(batch["input_ids"].sum()) for batch in loader(8)]
+
+
+def test_a_job_that_slurm_would_start_again_is_told_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, True, max_steps=1)
+    environment = trainer._accelerator_connector.cluster_environment
+    monkeypatch.setattr(environment, "auto_requeue", True, raising=False)
+    with pytest.warns(EbbtideWarning, match=r"SLURMEnvironment\(auto_requeue=False\)"):
+        trainer.fit(Learner(), loader(8))
+    monkeypatch.setattr(environment, "auto_requeue", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EbbtideWarning)
+        trainer_of(tmp_path, True, max_steps=1).fit(Learner(), loader(8))

@@ -420,3 +420,59 @@ def test_zeros_are_told_of_outside_the_chunks_too() -> None:
             engine.step()
         engine.zero_grad(set_to_none=False)
     engine.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("since", [0, 2])
+def test_hooks_that_change_a_gradient_have_it_first_whenever_they_came(since: int, place: str) -> None:
+    """Registered after initialize(), before the first pass and later."""
+
+    def clamp(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-1e-4, 1e-4)
+
+    def loop(module: nn.Module, optimizer: Any, step: Callable[[], Any]) -> None:
+        for number in range(4):
+            loss = module(rows(number)).pow(2).mean() if number != since else None
+            if number == since:
+                module[2].weight.register_post_accumulate_grad_hook(clamp)
+                loss = module(rows(number)).pow(2).mean()
+                module[4].weight.register_post_accumulate_grad_hook(clamp)  # within the pass
+            assert loss is not None
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+
+    require_alike(layers, loop, **PLACES[place])
+
+
+def test_a_micro_batch_that_reaches_nothing_trained_counts_as_with_engine_backward() -> None:
+    module = Checkpointed()
+    other = nn.Linear(WIDTH, WIDTH)
+    module.add_module("other", other)
+    engine = ebbtide.initialize(module, config_of(precision="fp32", clip=None, accumulate=2))
+
+    def frozen(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(module.last, x.requires_grad_(), use_reentrant=True)
+
+    for own in (True, False):
+        loss = engine.run(frozen, rows(0)).pow(2).mean()
+        loss.backward() if own else engine.backward(loss)
+        assert not engine.step().updated
+        engine.backward(engine(rows(1)).pow(2).mean())
+        assert engine.step().updated
+    engine.close()
+
+
+def test_a_hook_that_drops_the_step_leaves_no_clip_behind() -> None:
+    module = layers()
+    engine = ebbtide.initialize(module, config_of(precision="fp32", clip=None))
+    module(rows(0)).pow(2).mean().backward()
+    engine.clip_grad_norm_(1.0)
+    handle = engine.optimizer.register_step_pre_hook(lambda *_: engine.zero_grad())
+    with pytest.raises(StateError, match="without a backward pass"):
+        engine.step()
+    handle.remove()
+    module(rows(0)).pow(2).mean().backward()
+    assert engine.step().updated
+    engine.close()

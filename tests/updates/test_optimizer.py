@@ -352,7 +352,7 @@ def test_settings_that_are_loaded_mean_what_they_say() -> None:
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].*{setting}"):
             engine.optimizer.load_state_dict(bad)
     assert [{**group, "params": []} for group in engine.optimizer.param_groups] == before
-    fine = [{**group, "amsgrad": False, "lr": 0.5} for group in good["param_groups"]]
+    fine = [{**group, "amsgrad": False, "correct_bias": True, "lr": 0.5} for group in good["param_groups"]]
     engine.optimizer.load_state_dict({**good, "param_groups": fine})
     assert engine.optimizer.param_groups[0]["lr"] == 0.5 and "amsgrad" not in engine.optimizer.param_groups[0]
     coupled = torch.optim.Adam(engine.module.parameters(), weight_decay=0.1).state_dict()

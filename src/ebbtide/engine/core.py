@@ -164,12 +164,13 @@ class EngineCore:
     @contextmanager
     def counts_again(self) -> Iterator[None]:
         """Around an update: what was counted is forgotten, unless the step was not taken."""
-        before, counts = self.steps, (self.losses, self.losses_known, self.clip_once)
+        before = self.steps, self.session.micro
+        counts = self.losses, self.losses_known, self.clip_once
         self.forget_counts()
         try:
             yield
         except BaseException:
-            if self.steps == before and not self.broken:
+            if (self.steps, self.session.micro) == before and not self.broken:
                 self.losses, self.losses_known, self.clip_once = counts
             raise
 
@@ -218,8 +219,7 @@ class EngineCore:
         found, companions = "; ".join(seen), self.session.companions
         if companions is not None:
             sharing = None if self._buffers is None else self._buffers.ranks
-            found, others = companions.hear(found, self.overheard, sharing)
-            self.overheard = others
+            found, self.overheard = companions.hear(found, self.overheard, settings.clip, sharing)
         if found:
             in_backward = self.config.updates == "in-backward" and deed == STEP
             raise StateError(

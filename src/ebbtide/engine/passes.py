@@ -25,14 +25,13 @@ from ebbtide.runtime.planning.earlier_passes import ways_back
 class Passes:
     def __init__(self, core: EngineCore) -> None:
         self._core, self._session, self._config = core, core.session, core.config
-        self._may_bring_nothing = False
-        """Whether the backward that the user's code started reaches reentrant checkpoints alone, which may be frozen."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         if torch._C._current_graph_task_id() >= 0 and session.interceptor.scopes:
             return function(*args, **kwargs)  # a checkpoint around the engine's call computes it again
-        with self._core.in_pass():
+        # Nothing is half-done in an evaluation.
+        with self._core.in_pass() if torch.is_grad_enabled() else self._core.in_call():
             return self._run(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,13 +109,9 @@ class Passes:
         self._core.losses.append(loss)
         before, captured = session.updates.applied, session.updates.sink.captured
         outside = session.unmanaged.arrived()
-        maybe, self._may_bring_nothing = root is None and self._may_bring_nothing, False
         try:
             with session.reversing(True, root is None, root):
                 yield
-            if maybe and session.updates.sink.captured == captured and session.unmanaged.arrived() == outside:
-                session.uncount()
-                self._core.losses.pop()
         except BaseException as error:
             # What arrived before the exception is part of no gradient: the step starts anew.
             if session.updates.sink.captured != captured or session.unmanaged.arrived() != outside:
@@ -210,13 +205,14 @@ class Passes:
         torch.autograd.grad was asked for."""
         data = self._session.data
         outside = self._session.unmanaged.parameters.values()
-        self._may_bring_nothing = False
+        trained = False
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             for parameter in (*data.parameters, *outside):
+                trained = trained or parameter.requires_grad
                 if parameter.requires_grad and _is_reached(parameter):
                     return True
-        self._may_bring_nothing = _recomputes(torch._C._current_autograd_node())
-        return self._may_bring_nothing
+        # Where all are frozen it is for somebody else: an input of the model's.
+        return trained and _recomputes(torch._C._current_autograd_node())
 
 
 def _recomputes(node: Any) -> bool:

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ebbtide.checkpoint.folders import RunFolder
 from ebbtide.config import Config
-from ebbtide.errors import ConfigError, StateError, UnsupportedError
+from ebbtide.errors import ConfigError, StateError, UnsupportedError, warn_user
 from ebbtide.integrations import _lightning as private
 from ebbtide.integrations._lightning_ranks import LightningRanks
 from ebbtide.integrations._models import HeldEngine, holder, take
@@ -172,6 +172,7 @@ class EbbtideStrategy(LightningRanks):
                 "Trainer(sync_batchnorm=True): ranks would talk in the midst of a pass that is imagined: leave it out"
             )
         refuse_placed(module)
+        _warn_of_requeue(trainer)
         super().setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING  # with optimizers that have just been made, as in stock
         if not fits and holder(module) is not None and holder(module) is self.engine:
@@ -319,3 +320,13 @@ def _refuse_callbacks(callbacks: list[Any]) -> None:
 def _beside(file: Any) -> Path:
     path = Path(file)
     return path.with_name(path.name + BESIDE)
+
+
+def _warn_of_requeue(trainer: Any) -> None:
+    environment = trainer._accelerator_connector.cluster_environment
+    if trainer.state.fn == TrainerFn.FITTING and getattr(environment, "auto_requeue", False):
+        warn_user(
+            "SLURM's auto-requeue saves from a signal handler, which mostly comes in the middle of a pass, where the "
+            "engine refuses to save: expected SLURMEnvironment(auto_requeue=False) among the Trainer's plugins, and "
+            'ModelCheckpoint(every_n_train_steps=...) with ckpt_path="last" for a job that is started again'
+        )

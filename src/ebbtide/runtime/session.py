@@ -351,6 +351,7 @@ class Session:
         """Around autograd's backward. After one that is not the pass's `last`, forward passes go on. `by_node`: as for
         `running`. `loss`: the tensor that backward starts from, where the engine has it."""
         self._by_node = by_node
+        self.interceptor.watch_gradients()
         self.planning.portion.go_on()
         self.updates.sink.stand_ins.forget()
         over = self.idle
@@ -401,10 +402,6 @@ class Session:
         self.room.end_pass()
         self.micro += 1
         self.updates.sink.show()
-
-    def uncount(self) -> None:
-        """The backward pass that is over was for something else than this model's parameters."""
-        self.micro -= 1
 
     @on_real_memory
     def abandon(self) -> None:

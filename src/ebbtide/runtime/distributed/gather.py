@@ -373,8 +373,9 @@ class ChunkSharing:
         tensors = [p.detach() for p in unmanaged.parameters.values()] + list(unmanaged.masters.values())
         tensors += list(unmanaged.module.buffers())
         for tensor in tensors:
-            if tensor.numel():
-                tensor.copy_(self.same(tensor.reshape(-1)).view(tensor.shape))
+            flat = tensor.reshape(-1)
+            if tensor.numel() and (found := self.same(flat)) is not flat:
+                tensor.copy_(found.view(tensor.shape))
 
     def average(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Parameters that every rank has get their mean gradients, where those lie."""

@@ -110,13 +110,22 @@ class ModelParallel:
             mine = mine or next((theirs for theirs in everywhere if theirs), "")
         return mine
 
-    def hear(self, mine: str, flag: bool, sharing: Ranks | None) -> tuple[str, bool]:
-        """What one of all processes that train the model says, and whether one has the flag. `sharing`: those that share
-        this one's chunks. From dimension to dimension of the mesh, so that all have heard all."""
-        for ranks in [*([] if sharing is None else [sharing]), *self._all]:
-            everywhere = ranks.objects((mine, flag))
-            mine = mine or next((text for text, _ in everywhere if text), "")
-            flag = any(theirs for _, theirs in everywhere)
+    def hear(self, mine: str, flag: bool, clip: float | None, sharing: Ranks | None) -> tuple[str, bool]:
+        """What one of all processes that train the model says, and whether one has the flag; all clip to one norm.
+        `sharing`: those that share this one's chunks. From dimension to dimension of the mesh and back, so that all have
+        heard all where not all have the same dimensions, too."""
+        there = [*([] if sharing is None else [sharing]), *self._all]
+        for ranks in [*there, *there[-2::-1]]:
+            everywhere = ranks.objects((mine, flag, clip))
+            mine = mine or next((text for text, _, _ in everywhere if text), "")
+            flag = any(theirs for _, theirs, _ in everywhere)
+            clips = [norm for _, _, norm in everywhere]
+            if not mine and len(set(clips)) > 1:
+                other = next(place for place, norm in enumerate(clips) if norm != clips[0])
+                mine = (
+                    f"the norm to clip to is {clips[0]} on rank {ranks.members[0]} and {clips[other]} on rank "
+                    f"{ranks.members[other]}"
+                )
         return mine, flag
 
     def require_same_step(self, step: int) -> None:

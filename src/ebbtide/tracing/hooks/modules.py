@@ -81,7 +81,8 @@ class Interceptor:
         self.coming = coming
         self.active = [0] * len(runs)
         self._parameters = list(parameters)
-        self._watched = [False] * len(self._parameters)
+        self._arrivals: dict[int, Any] = {}
+        """Handles of the hooks that take gradients, by parameter."""
         self._frames: list[_Frame] = []
         self._saved = SavedTensors(lambda: self.observer)
         self._blocks = CompiledBlocks(()) if blocks is None else blocks
@@ -155,24 +156,31 @@ class Interceptor:
             self._blocks.looked_at()
 
     def watch_gradients(self) -> None:
-        """Gradient hooks for parameters that require gradients; called each iteration, for `requires_grad`
-        may be switched on later."""
-        for index, watched in enumerate(self._watched):
-            if not watched and self._parameters[index].requires_grad:
-                # Weak: the collector does not look into autograd, so a cycle through it would never be freed.
-                parameter, here = self._parameters[index], weakref.ref(self)
-                hook = parameter.register_hook(partial(_coming, here, index))
-                self._handles.append(hook)
-                hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, here, index))
-                self._handles.append(hook)
-                self._watched[index] = True
+        """Gradient hooks for parameters that require gradients; called each iteration, for `requires_grad` may be
+        switched on later. The one that takes a gradient comes after the user's."""
+        # Weak: the collector does not look into autograd, so a cycle through it would never be freed.
+        here = weakref.ref(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in enumerate(self._parameters):
+                arrival = self._arrivals.get(index)
+                if arrival is None:
+                    if not parameter.requires_grad:
+                        continue
+                    self._handles.append(parameter.register_hook(partial(_coming, here, index)))
+                elif next(reversed(parameter._post_accumulate_grad_hooks)) == arrival.id:
+                    continue
+                else:
+                    arrival.remove()  # a hook of the user's came since: it is to have the gradient first
+                self._arrivals[index] = parameter.register_post_accumulate_grad_hook(
+                    partial(_arrived, here, index)
+                )
 
     def keep(self, handle: Any) -> None:
         """A further hook's handle, removed with ours."""
         self._handles.append(handle)
 
     def remove(self) -> None:
-        for handle in (*self._handles, *self._calls):
+        for handle in (*self._handles, *self._calls, *self._arrivals.values()):
             handle.remove()
         for module, table in self._tables:
             module._parameters = dict(table)
@@ -180,6 +188,7 @@ class Interceptor:
             vars(module)[name] = dict(vars(module)[name])
         self._handles.clear()
         self._calls.clear()
+        self._arrivals.clear()
         self._tables.clear()
         self._watched_tables.clear()
 
@@ -195,7 +204,7 @@ class Interceptor:
         """Whether there are hooks besides ours that would see what ours have left out: counts of what is saved for
         backward, as checkpoints have them, or gradients that are sums already."""
         return self._saved.beside_others or any(
-            len(parameter._post_accumulate_grad_hooks or ()) > self._watched[index]
+            len(parameter._post_accumulate_grad_hooks or ()) > (index in self._arrivals)
             for index, parameter in enumerate(self._parameters)
         )
 
