@@ -183,8 +183,9 @@ def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
     (folder / "ebbtide-1-00000000000b.data").symlink_to(folder / "notes.data")
     before = stored(folder)
     holder = run(
-        "space = DiskSpace([folder], 1 << 20)\nif os.fork() == 0: time.sleep(60)\n"
-        "print('open', flush=True)\ntime.sleep(60)",
+        "space = DiskSpace([folder], 1 << 20)\nheard, said = os.pipe()\n"
+        "if os.fork() == 0:\n    os.write(said, b'here')\n    time.sleep(60)\n"
+        "os.read(heard, 4)\nprint('open', flush=True)\ntime.sleep(60)",
         folder,
         start_new_session=True,
     )
