@@ -39,7 +39,7 @@ PARTIAL = re.compile(r"\.partial-[0-9a-f]{12}")
 SILENCE = 10.0
 """Seconds that a save waits for a folder that is locked before it says so."""
 ABANDONED = 86_400.0
-"""Seconds after which what another machine wrote, and did not end, is nobody's."""
+"""Seconds after which a save removes the checkpoint that another machine began and did not end."""
 LOOK = 0.05
 """Seconds between two looks."""
 

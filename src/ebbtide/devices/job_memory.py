@@ -1,7 +1,7 @@
 """RAM that this process may use: the machine's, or less where it runs in a job or a container with a limit.
 
 A limit belongs to a control group, and those around it count, too: a batch system limits the job, and the process is in
-a group below. Whoever takes more than the least of them is killed by the kernel without a word.
+a group below. The kernel kills a process that takes more than the least of them, without a word.
 """
 
 from __future__ import annotations

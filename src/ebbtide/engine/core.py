@@ -70,7 +70,7 @@ class EngineCore:
         sharing = session.sharing
         self._buffers = None if sharing is None else SharedBuffers(session.module, sharing.ranks)
         self.overheard = False
-        """Whether on some rank somebody else's code runs as a step begins, and may change its settings."""
+        """Whether on some rank a hook of the user's runs as a step begins, and may change its settings."""
         self.zeros_wanted = False
         """Whether the loop's last zero_grad() asked for zeros."""
         self.process = os.getpid()

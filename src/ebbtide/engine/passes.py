@@ -211,7 +211,7 @@ class Passes:
                 trained = trained or parameter.requires_grad
                 if parameter.requires_grad and _is_reached(parameter):
                     return True
-        # Where all are frozen it is for somebody else: an input of the model's.
+        # Where all parameters are frozen the backward is for an input of the model's.
         return trained and _recomputes(torch._C._current_autograd_node())
 
 

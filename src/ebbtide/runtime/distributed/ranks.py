@@ -116,14 +116,7 @@ class Ranks:
 
     def require_same(self, what: Mapping[str, Any]) -> None:
         """Raises on all ranks where one has something else, and says what."""
-        everywhere = self.objects(dict(what))
-        for rank, theirs in enumerate(everywhere):
-            for key in sorted({*everywhere[0], *theirs}):
-                first, other = everywhere[0].get(key), theirs.get(key)
-                if first != other:
-                    raise ConfigError(
-                        f"ranks must be started alike: {key} is {first!r} on rank 0 and {other!r} on rank {rank}"
-                    )
+        refuse_unlike(self.objects(dict(what)))
 
     def sums(self, mine: torch.Tensor) -> torch.Tensor:
         """Numbers of each rank, which are on the host: (rank, number)."""
@@ -175,8 +168,19 @@ class Ranks:
             raise lost(self.members, self.members[self.rank], self._world, error) from error
 
 
+def refuse_unlike(everywhere: Sequence[Mapping[str, Any]]) -> None:
+    """What each rank was started with, by what to call it."""
+    for rank, theirs in enumerate(everywhere):
+        for key in sorted({*everywhere[0], *theirs}):
+            first, other = everywhere[0].get(key), theirs.get(key)
+            if first != other:
+                raise ConfigError(
+                    f"ranks must be started alike: {key} is {first!r} on rank 0 and {other!r} on rank {rank}"
+                )
+
+
 def naming(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """Around collectives that somebody else's code calls on the ranks' control group."""
+    """Around collectives that torch's code calls on the ranks' control group."""
     return nullcontext() if ranks is None else ranks.naming()
 
 
