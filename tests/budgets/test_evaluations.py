@@ -155,17 +155,74 @@ def test_only_what_is_new_and_large_is_imagined(monkeypatch: pytest.MonkeyPatch)
     engine = engine_of(400_000)
     train(engine)
     imagined = noted(engine, monkeypatch)
-    for given in (ids(1), ids(2), ids(2, 5), ids(2, 9), ids(3)):
+    for given in (ids(2), ids(1), ids(2, 5), ids(2, 9), ids(3)):
         assert evaluate(engine, given)[0] is not None
-    assert not imagined  # as large as a training batch, or nearly
+    assert len(imagined) == 1  # the others are as large as that one, or nearly
     for length in range(12, 48):
         assert evaluate(engine, ids(2, length))[0] is not None
-    assert 0 < len(imagined) < 6
+    assert 1 < len(imagined) < 7
     count = len(imagined)
     with torch.no_grad():
         engine(ids(40), cache=[object()])  # may be changed by a pass: not imagined
     assert len(imagined) == count
     engine.close()
+
+
+class Idle(Net):
+    """Gives all logits of an evaluation, and of training the loss."""
+
+    def forward(self, ids: torch.Tensor, times: int = 1, name: str = "") -> torch.Tensor:  # type: ignore[override]
+        x = self.table(ids)
+        if not torch.is_grad_enabled():
+            return self.head(x).repeat(times, 1, 1)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_an_evaluation_that_takes_more_than_training_with_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits, a number that makes it larger, another function: each passed the budget in silence."""
+    monkeypatch.setattr("test_evaluations.TOKENS", 1024)
+    tight = {"device": {"memory": 1_400_000}, "host": {"memory": "64MB"}, "chunk_size": "4KiB"}
+    engine = ebbtide.initialize(Idle(), config_of(precision="fp32", **tight))
+    found = list[bool]()
+    for times in (1, 2, 40, 3, 30):
+        train(engine, 8)
+        with Count(engine) as count, torch.no_grad():
+            count.given({"ids": ids(8)})
+            try:
+                engine(ids(8), times=times)
+                found.append(True)
+            except BudgetError:
+                found.append(False)
+        assert count.peak <= 1_400_000, times
+    assert found == [True, True, False, True, False]
+    with torch.no_grad(), pytest.raises(BudgetError):
+        engine.run(lambda x: engine.module(x, times=40), ids(8))
+    engine.close()
+
+
+def test_numbers_and_texts_that_make_no_difference_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ebbtide.initialize(
+        Named(),
+        config_of(precision="fp32", device={"memory": 100_000}, host={"memory": "64MB"}, chunk_size="4KiB"),
+    )
+    imagined = noted(engine, monkeypatch)
+    for number in range(6):
+        engine.backward(engine(ids(2), number, f"file {number}"))
+        engine.step()
+    assert len(imagined) == 2
+    for number in range(6):
+        with torch.no_grad():
+            engine(ids(2), number, f"file {number}")
+    assert len(imagined) == 4
+    engine.close()
+
+
+class Named(Net):
+    def forward(self, ids: torch.Tensor, number: int, name: str) -> torch.Tensor:  # type: ignore[override]
+        assert name == f"file {number}"
+        return super().forward(ids)
 
 
 class Odd(Net):

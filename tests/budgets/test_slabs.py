@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import itertools
 import mmap
+import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 
 from ebbtide.devices import CpuBackend, pool
 from ebbtide.devices.arena import Arena
-from ebbtide.devices.pool import HUGE, Slabs, in_pool, map_memory, trim, with_signatures
+from ebbtide.devices.pool import HUGE, Slabs, in_pool, keep_from_children, map_memory, trim, with_signatures
 from ebbtide.kernels.compiler import KERNELS
 
 SIZES = (1, 4096, HUGE // 3, HUGE // 2, HUGE - 1, HUGE, HUGE + 4097, 3 * HUGE, 5 * HUGE + 123)
@@ -278,3 +281,19 @@ def test_registered_memory_that_an_evaluation_asked_for_can_be_trained() -> None
         assert not memory.is_inference()
         arena.put(memory)
         assert not arena.take(4096).is_inference()
+
+
+def test_a_child_has_nothing_of_memory_that_is_kept_from_it() -> None:
+    """What a card has registered is copied by every fork, of a loader's workers say; a child that looks there ends."""
+    kept, plain = map_memory(1 << 20), map_memory(1 << 20)
+    keep_from_children(kept)
+    kept.fill_(3)
+    for memory, there in ((kept, False), (plain, True)):
+        child = os.fork()
+        if not child:
+            faulthandler.disable()
+            ctypes.string_at(memory.data_ptr(), 1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV) != there
+    assert int(kept.sum()) == 3 << 20

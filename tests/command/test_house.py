@@ -53,3 +53,24 @@ def test_warnings_are_of_one_class() -> None:
         if path.name != "errors.py" and "warnings.warn(" in path.read_text()
     ]
     assert not beside, f"these warn by themselves: errors.warn_user does it: {beside}"
+
+
+FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided", "linspace"}
+WITHIN = ("checkpoint", "engine", "kernels", "memory", "runtime", "tracing")
+"""What runs in the user's process, in whatever it has set."""
+
+
+def test_every_tensor_of_ours_names_its_device() -> None:
+    """Else it is made on the user's `torch.set_default_device(...)`."""
+    beside = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for room in WITHIN
+        for path in sorted((SOURCE / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in FACTORIES
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not beside, f"these make a tensor on the default device: {beside}"

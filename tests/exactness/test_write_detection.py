@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,111 @@ def test_memory_that_is_replaced_gives_its_values(write: Callable[[nn.Module], N
         finally:
             engine.close()
     assert found[0] == found[1]
+
+
+MOMENTS = ("after backward", "by a hook", "within resident")
+
+
+IN_PLACE: dict[str, dict[str, Any]] = {
+    "everything fits": {},
+    "bf16": {"precision": "bf16"},
+    "separate master": {"precision": "bf16", "master": "separate"},
+    "state on the host": {"placement": "static", "device": {"memory": 80_000}},
+    "state on the host, bf16": {"placement": "static", "device": {"memory": 80_000}, "precision": "bf16"},
+}
+"""Parameters are on the device between backward and step, and gradients are not in their space."""
+
+
+@pytest.mark.parametrize("budget", list(IN_PLACE))
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_write_through_data_between_backward_and_step_counts(moment: str, budget: str) -> None:
+    """The update wrote what PyTorch had not counted before anybody looked: the write was gone, or NaN."""
+
+    def halved(engine: ebbtide.Engine, number: int, *, plainly: bool) -> None:
+        net = engine.module
+        assert isinstance(net, Net)
+
+        def write(*_: Any) -> None:
+            for parameter in net.layers[1].parameters():
+                if plainly:
+                    with torch.no_grad():
+                        parameter.mul_(0.5)
+                else:
+                    parameter.data.mul_(0.5)
+
+        for part in range(2):
+            engine.backward(engine(batch(engine, 2 * number + part)))
+        if moment == "by a hook":
+            handle = engine.optimizer.register_step_pre_hook(write)
+            engine.step()
+            handle.remove()
+        elif moment == "within resident":
+            with engine.resident(write=True):
+                write()
+            engine.step()
+        else:
+            write()
+            engine.step()
+        engine.check_integrity()
+
+    shas = []
+    for plainly in (True, False):
+        roomy = {"device": {"memory": "10MB"}, "host": {"memory": "10MB"}, "accumulate": 2}
+        engine = engine_of(**roomy | IN_PLACE[budget])
+        for number in range(4):
+            halved(engine, number, plainly=plainly)
+        shas.append(engine.weights_sha256())
+        assert all(torch.isfinite(value).all() for value in engine.state_dict().values())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("write", [False, True])
+def test_a_step_within_resident_is_no_write_of_the_users(precision: str, write: bool) -> None:
+    """Gradients go where parameters are."""
+    shas = []
+    for within in (False, True):
+        engine = engine_of(precision=precision, master="separate")
+        for number in range(3):
+            with engine.resident(write=write) if within else nullcontext():
+                step(engine, number)
+        shas.append(engine.weights_sha256())
+        engine.close()
+    assert shas[0] == shas[1]
+
+
+NEXT: dict[str, Callable[[ebbtide.Engine], object]] = {
+    "step": lambda engine: engine.step(),
+    "forward": lambda engine: engine(batch(engine, 2)),
+    "values": lambda engine: engine.weights("layers.1.weight").__enter__(),
+}
+
+
+@pytest.mark.parametrize("first", list(NEXT))
+@pytest.mark.parametrize("how", ["in place", "through data"])
+def test_a_write_where_gradients_are_is_refused_and_changes_nothing(how: str, first: str) -> None:
+    """A step left the engine partially stepped, and what came before the step had the gradient halved in silence."""
+    engine = engine_of(precision="bf16", master="separate")
+    step(engine, 0)
+    before = engine.weights_sha256()
+    engine.backward(engine(batch(engine, 1)))
+    assert engine._session.updates.sink.parameter_space.members
+    with torch.no_grad():
+        for parameter in engine.module.layers[1].parameters():  # type: ignore[union-attr, index]
+            (parameter if how == "in place" else parameter.data).mul_(0.5)
+    with pytest.raises(StateError, match="where gradients are: the write is lost, and so are the gradients"):
+        NEXT[first](engine)
+    assert engine.weights_sha256() == before
+    with pytest.raises(StateError, match="without a backward"):
+        engine.step()
+    step(engine, 1)
+    other = engine_of(precision="bf16", master="separate")
+    for number in range(2):
+        step(other, number)
+    assert engine.weights_sha256() == other.weights_sha256()
+    engine.close()
+    other.close()
 
 
 def test_a_step_after_memory_was_replaced_trains_the_chunk() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 import zoo
@@ -42,7 +43,7 @@ def once(
             or free - fixed - storage_bytes(tensors_in((args, kwargs))) < AMPLE
         ):
             return imagine(module, *given, saved=saved, free=free, function=function, **others)
-        key = (what, parameters, signature, fixed, saved)
+        key = (what, parameters, signature, fixed, saved, torch.is_grad_enabled())
         if key not in found:
             found[key] = imagine(module, *given, saved=saved, free=free, function=function, **others)
         return found[key]

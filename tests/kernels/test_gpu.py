@@ -248,3 +248,44 @@ def test_the_card_decides_about_updates_as_the_host_does(
         decided.clear()
     assert found[0] == found[1]
     assert results[6].skipped and shas[6] == shas[5] != shas[7]
+
+
+class Drawing(nn.Module):
+    """Draws on values that are known while the pass is imagined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.bernoulli(torch.full((64,), 0.5, device=x.device))
+        return self.two(torch.tanh(self.one(x)) * mask).float().square().mean()
+
+
+def drawn(memory: int | str, **changes: Any) -> str:
+    with torch.device("cpu"):
+        model = Drawing()
+    tiers = {"device": CUDA | {"memory": memory}, "host": {"memory": "64MB"}}
+    engine = ebbtide.initialize(model, config_of(**tiers, chunk_size="16KiB", **changes))
+    torch.cuda.manual_seed(0)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(8, 64, dtype=torch.bfloat16, device="cuda")))
+        engine.step()
+    sha = engine.weights_sha256()
+    engine.close()
+    return sha
+
+
+def test_an_imagined_pass_draws_nothing_from_the_cards_generator() -> None:
+    assert drawn("8GB") == drawn(200_000)
+
+
+@pytest.mark.parametrize("name", ["plain", "separate"])
+def test_a_default_device_that_is_the_card_changes_nothing(name: str) -> None:
+    usual = drawn(200_000, **CHANGES[name])
+    torch.set_default_device("cuda")
+    try:
+        assert drawn(200_000, **CHANGES[name]) == usual
+    finally:
+        torch.set_default_device(None)

@@ -1,11 +1,13 @@
 """How the native kernels come to be, and what happens where they can't."""
 
+import sys
+import types
 import warnings
 
 import pytest
 
 from ebbtide.errors import EbbtideWarning
-from ebbtide.kernels import FallbackKernels, NativeKernels, compiler, cpu_kernels
+from ebbtide.kernels import FallbackKernels, NativeKernels, compiler, cpu_kernels, gpu_kernels
 
 
 @pytest.fixture
@@ -52,6 +54,19 @@ def test_without_a_compiler_there_is_one_warning_and_the_fallback(fresh, monkeyp
         cpu_kernels()
         with pytest.raises(RuntimeError, match=r"python -m ebbtide\.kernels\.compiler"):
             cpu_kernels(native=True)
+
+
+def test_where_triton_cannot_compile_there_is_one_warning_and_the_fallback(monkeypatch):
+    """It raised within backward, when the first gradient came."""
+
+    class Broken(FallbackKernels):
+        def sum_of_squares(self, flat):
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setitem(sys.modules, "ebbtide.kernels.gpu", types.SimpleNamespace(TritonKernels=Broken))
+    with pytest.warns(EbbtideWarning, match="Triton cannot compile here .Failed to find C compiler"):
+        kernels = gpu_kernels("cpu")
+    assert type(kernels) is FallbackKernels
 
 
 def test_a_build_that_fails_shows_the_compilers_message(fresh, capsys):

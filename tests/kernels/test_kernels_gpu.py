@@ -13,7 +13,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed; its kernels are checked where it is")
 
-TRITON, FALLBACK = gpu_kernels(), FallbackKernels()
+TRITON, FALLBACK = gpu_kernels(DEVICE), FallbackKernels()
+assert type(TRITON) is not FallbackKernels
 FORMS = {
     "split": (torch.bfloat16, torch.int16),
     "bf16": (torch.bfloat16, torch.float32),

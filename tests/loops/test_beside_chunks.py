@@ -287,3 +287,59 @@ def test_what_is_frozen_and_unfrozen_outside_the_chunks_leaves_nothing_behind() 
         averaged_step(engine, engine.state_dict())
     assert len(average._reserved) == 1
     engine.close()
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+@pytest.mark.parametrize("updates", ["exact", "in-backward"])
+def test_an_optimizer_of_torchs_has_its_own_gradients_outside_the_chunks(first: str, updates: str) -> None:
+    """The engine's step dropped them, and they counted in its clip."""
+
+    def trained(engine: ebbtide.Engine | None, net: Net) -> dict[str, torch.Tensor]:
+        own = torch.optim.SGD(net.head.parameters(), lr=0.1)
+        plain = torch.optim.AdamW(net.body.parameters(), lr=1e-3)
+        for number in range(3):
+            loss = (net if engine is None else engine)(batch() * (number + 1))
+            if engine is None:
+                loss.backward()
+                if updates == "exact":
+                    torch.nn.utils.clip_grad_norm_(net.body.parameters(), 0.5)
+                plain.step()
+            else:
+                engine.backward(loss)
+            for step in (own.step, engine.step if engine else plain.zero_grad)[
+                :: 1 if first == "theirs" else -1
+            ]:
+                step()
+            assert net.head.weight.grad is not None
+            own.zero_grad()
+            assert net.head.weight.grad is None
+        return {} if engine else {name: p.detach().clone() for name, p in net.named_parameters()}
+
+    net = Net()
+    plain = trained(None, net)
+    net = Net()
+    settings = config_of(
+        precision="fp32", unmanaged=["head.*"], updates=updates, clip=0.5 if updates == "exact" else None
+    )
+    engine = ebbtide.initialize(net, settings, param_groups=[{"params": list(net.body.parameters())}])
+    trained(engine, net)
+    found = engine.state_dict()
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+    engine.close()
+
+
+def test_zero_grad_of_the_engine_drops_what_another_optimizer_has_too() -> None:
+    """As `module.zero_grad()` does; `engine.optimizer.zero_grad()` leaves it."""
+    net = Net()
+    engine = ebbtide.initialize(
+        net,
+        config_of(precision="fp32", unmanaged=["head.*"]),
+        param_groups=[{"params": list(net.body.parameters())}],
+    )
+    engine.backward(engine(batch()))
+    engine.optimizer.zero_grad()
+    assert net.head.weight.grad is not None
+    engine.zero_grad()
+    assert net.head.weight.grad is None
+    engine.close()

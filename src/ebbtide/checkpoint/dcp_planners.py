@@ -120,7 +120,7 @@ def read(
         if key in there and key not in metadata.state_dict_metadata and key.split("/")[0] in states:
             # state that no update had touched
             for first, count in _pieces(part):
-                part.store(first, torch.zeros(count, dtype=part.dtype))
+                part.store(first, torch.zeros(count, dtype=part.dtype, device="cpu"))
     planner = _ReadingPlanner(parts, facts["tensors"])
     with _errors_as_raised(), naming(ranks):
         read_distributed(
@@ -291,7 +291,7 @@ class _Writing(SavePlanner):
         data, key = write_item.tensor_data, write_item.index.fqn
         if data is None:
             return io.BytesIO(self._contents[key])
-        found = torch.empty(data.chunk.sizes[0], dtype=data.properties.dtype)
+        found = torch.empty(data.chunk.sizes[0], dtype=data.properties.dtype, device="cpu")
         self.fill(write_item, found.view(torch.uint8))
         return found
 
@@ -364,7 +364,7 @@ class _ReadingPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         stored = self._stored[read_item.dest_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
-        return torch.empty(read_item.lengths[0], dtype=stored.properties.dtype)
+        return torch.empty(read_item.lengths[0], dtype=stored.properties.dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         key, first = read_item.dest_index.fqn, read_item.dest_offsets[0]
@@ -373,13 +373,13 @@ class _ReadingPlanner(LoadPlanner):
         if self._laid_alike(part):
             part.store(first, values)
             return
-        whole = self._relaid.setdefault(key, torch.empty(part.numel, dtype=part.dtype))
+        whole = self._relaid.setdefault(key, torch.empty(part.numel, dtype=part.dtype, device="cpu"))
         whole[first : first + values.numel()] = values
 
     def finish(self) -> None:
         for key, whole in self._relaid.items():
             part = self._parts[key]
-            laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype)
+            laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="cpu")
             laid.copy_(whole.as_strided(part.shape, tuple(self._described[key][1])))
             part.store(0, dense(laid))
         self._relaid.clear()

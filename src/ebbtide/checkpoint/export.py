@@ -120,7 +120,7 @@ class _Export:
             return found
         if found.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
             return found.to(dtype)
-        rounded = torch.empty_strided(found.shape, found.stride(), dtype=dtype)
+        rounded = torch.empty_strided(found.shape, found.stride(), dtype=dtype, device="cpu")
         self._session.updates.kernels["host"].split(dense(found), dense(rounded), None)
         return rounded
 

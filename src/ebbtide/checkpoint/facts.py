@@ -224,7 +224,7 @@ def _trace(trace: PlainData, parameters: int) -> None:
     length = len(record.moments)
     for several, least, most in (
         (counts, 0, LARGEST),
-        ([(record.at_backward,)], -1, LARGEST),
+        ([(record.at_backward, record.packed)], -1, LARGEST),
         ([(a.parameter,) for a in record.arrivals], 0, parameters - 1),
         (places, 0, length - 1),
         (ends, -1, length),

@@ -59,7 +59,7 @@ class Start:
                 self._undo.append(partial(replace, tensor, tensor.detach()))
                 laid = value
                 if isinstance(tensor, nn.Parameter):
-                    laid = torch.empty_strided(shape, stride, dtype=dtype).copy_(value)
+                    laid = torch.empty_strided(shape, stride, dtype=dtype, device="cpu").copy_(value)
                 replace(tensor, laid.to(dtype))
 
     def finish(self) -> None:

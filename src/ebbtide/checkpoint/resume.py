@@ -66,8 +66,8 @@ def take(session: Session, found: Mapping[str, Mapping[str, Any]]) -> int:
         kind, _, name = part.key.partition("/")
         if kind not in states:
             continue
-        value = found[name][states[kind]] if name in found else torch.zeros(part.shape)
-        laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype)
+        value = found[name][states[kind]] if name in found else torch.zeros(part.shape, device="cpu")
+        laid = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="cpu")
         laid.copy_(value)
         part.store(0, laid.as_strided((part.numel,), (1,)))
     steps = {name: int(state.get("step", 0)) for name, state in found.items()}
@@ -198,7 +198,7 @@ def random_state() -> dict[str, Any]:
         found["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = [name, torch.tensor(keys.tolist()), *rest]
+        found["numpy"] = [name, torch.tensor(keys.tolist(), device="cpu"), *rest]
     return found
 
 

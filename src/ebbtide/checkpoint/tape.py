@@ -335,5 +335,9 @@ class Replay:
 
     def _view(self, ref: Ref, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         if ref.storage not in memory:
-            memory[ref.storage] = torch.empty(self._sizes[ref.storage], dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=ref.dtype).set_(memory[ref.storage], ref.offset, ref.shape, ref.stride)
+            memory[ref.storage] = torch.empty(
+                self._sizes[ref.storage], dtype=torch.uint8, device="cpu"
+            ).untyped_storage()
+        return torch.empty(0, dtype=ref.dtype, device="cpu").set_(
+            memory[ref.storage], ref.offset, ref.shape, ref.stride
+        )

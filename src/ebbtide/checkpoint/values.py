@@ -53,7 +53,7 @@ def load(session: Session, name: str) -> torch.Tensor:
             short = parameter.is_floating_point() and parameter.dtype.itemsize < 4
             return parameter.to("cpu", torch.float32 if short else None, copy=True)
         return master.cpu().clone().as_strided(parameter.shape, parameter.stride())
-    member = session.data.names.index(name)
+    member = session.data.member_of[name]
     return element_access.load_value(session.data, member, session.updates.kernels["host"])
 
 
@@ -61,7 +61,7 @@ def whole(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
     """A parameter's value as the module has it: around a part the DTensor that it is of."""
     if name in session.unmanaged.parameters:
         return value
-    split = split_of(session.data.parameters[session.data.names.index(name)])
+    split = split_of(session.data.parameters[session.data.member_of[name]])
     return value if split is None else split.around(value)
 
 
@@ -70,10 +70,10 @@ def save(session: Session, name: str, value: torch.Tensor) -> None:
     if name in session.unmanaged.parameters:
         session.unmanaged.write(name, value)
         return
-    member = session.data.names.index(name)
+    member = session.data.member_of[name]
     place = session.data.places[member]
     value = part_like(value, session.data.parameters[member])
-    laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32)
+    laid = torch.empty_strided(place.shape, place.stride, dtype=torch.float32, device="cpu")
     store(session, member, dense(laid.copy_(value)))
 
 
@@ -84,7 +84,7 @@ def require(session: Session, name: str, value: torch.Tensor) -> None:
         _require_tensor(name, value, parameter)
         _same_shape(name, value, tuple(parameter.shape))
         return
-    member = session.data.names.index(name)
+    member = session.data.member_of[name]
     _require_tensor(name, value, session.data.parameters[member])
     _same_shape(name, part_like(value, session.data.parameters[member]), session.data.places[member].shape)
 
@@ -118,7 +118,7 @@ def _held_outside(session: Session, name: str) -> torch.Tensor | None:
 
 
 def _held(session: Session, name: str) -> torch.Tensor | None:
-    member = session.data.names.index(name)
+    member = session.data.member_of[name]
     updates = session.updates
     elsewhere = updates.shares is not None and member in updates.shares.everywhere
     if not updates.sink.arrived[member] and not elsewhere:
@@ -126,7 +126,7 @@ def _held(session: Session, name: str) -> torch.Tensor | None:
     if member in updates.sink.in_place:
         return updates.sink.in_place[member].to("cpu", torch.float32, copy=True)
     place, share = session.data.places[member], session.data.shares[member]
-    flat = torch.empty(place.numel)
+    flat = torch.empty(place.numel, device="cpu")
     if share.numel:
         chunk = session.store.chunks[
             "param" if member in updates.sink.parameter_space.members else "grad", place.chunk

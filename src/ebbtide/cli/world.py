@@ -82,5 +82,11 @@ def joined(device: str) -> Iterator[World]:
     import torch.distributed as dist
 
     join(device, PATIENCE)
-    yield World(dist.get_rank(), size)
+    try:
+        yield World(dist.get_rank(), size)
+    except (
+        ConfigError
+    ):  # before anything has begun: its threads must not outlive the interpreter, which aborts then
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()  # not after an error: the others may wait for us meanwhile

@@ -20,7 +20,7 @@ import torch
 from ebbtide.devices.arena import Arena
 from ebbtide.devices.device import Event
 from ebbtide.devices.job_memory import job_memory
-from ebbtide.devices.pool import map_memory, users
+from ebbtide.devices.pool import keep_from_children, map_memory, users
 from ebbtide.errors import BudgetError
 from ebbtide.units import format_size
 
@@ -77,6 +77,7 @@ class Clock:
 
 def _register(count: int) -> torch.Tensor:
     segment = map_memory(count)
+    keep_from_children(segment)  # a fork (a loader's worker) would copy all that is registered
     code = torch.cuda.cudart().cudaHostRegister(segment.data_ptr(), count, 0)
     if int(code) != 0:
         _forget_last_error()
@@ -92,7 +93,7 @@ def _register(count: int) -> torch.Tensor:
 def _forget_last_error() -> None:
     """The runtime keeps it, and raises it once: here, not for who allocates next."""
     with suppress(RuntimeError):
-        torch.empty(1, device="cuda")
+        torch.ones(1, device="cuda")  # a kernel, which is when torch asks for it
 
 
 def _unregister(segment: torch.Tensor) -> bool:

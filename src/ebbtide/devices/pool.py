@@ -51,6 +51,12 @@ def map_memory(count: int, end: Callable[[], object] = lambda: None) -> torch.Te
     return tensor_at(address, count, unmap)
 
 
+def keep_from_children(memory: torch.Tensor) -> None:
+    """A process that is forked from now on has nothing there. `memory`: as `map_memory` gave it."""
+    if hasattr(mmap, "MADV_DONTFORK"):
+        _libc.madvise(memory.data_ptr(), round_up(max(memory.numel(), 1), mmap.PAGESIZE), mmap.MADV_DONTFORK)
+
+
 def tensor_at(address: int, count: int, end: Callable[[], object]) -> torch.Tensor:
     """Bytes that are there already; `end` is called when nobody looks at them any more."""
     if torch.is_inference_mode_enabled():

@@ -104,7 +104,8 @@ class Average:
         try:
             self._settle()
             found = [
-                _AveragedTensor(part, torch.empty(size)) for part, size in zip(parts, sizes, strict=True)
+                _AveragedTensor(part, torch.empty(size, device="cpu"))
+                for part, size in zip(parts, sizes, strict=True)
             ]
             for kept in found:
                 kept.begin()

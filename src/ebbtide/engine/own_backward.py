@@ -8,22 +8,15 @@ of the engine's, which finds the callback gone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from ebbtide.errors import StateError, UnsupportedError
 from ebbtide.runtime.gradients.stand_ins import is_led
+from ebbtide.runtime.planning.calls import tensors
 from ebbtide.runtime.session import Session
-
-DEPTH = 3
-"""How deep outputs are looked for in objects of the user's."""
-
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 class Abandoned(BaseException):
@@ -61,7 +54,7 @@ class OwnBackward:
     def watch(self, found: Any, passes: GoesBack) -> None:
         """A forward pass gave this."""
         reached = _Reached(weakref.ref(self), weakref.ref(passes))
-        for node in {tensor.grad_fn for tensor in tensors_in(found) if tensor.grad_fn is not None}:
+        for node in {tensor.grad_fn for tensor in tensors(found) if tensor.grad_fn is not None}:
             node.register_prehook(reached)
 
     @property
@@ -127,38 +120,3 @@ class _Reached:
         own, passes = self._own(), self._passes()
         if own is not None and passes is not None:
             own.reached(passes)
-
-
-def tensors_in(found: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
-    """All that a forward pass gave, in containers and in objects of the user's, too."""
-    seen: set[int] = set()
-    todo = [(found, depth)]
-    while todo:
-        value, left = todo.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif left < 0 or id(value) in seen or isinstance(value, _PLAIN):
-            continue
-        else:
-            seen.add(id(value))
-            for one in _inside(value):
-                todo.append((one, left if isinstance(value, list | tuple | Mapping) else left - 1))
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside = list(value)
-    else:
-        inside = []
-    if isinstance(value, type | nn.Module | ModuleType) or callable(value):
-        return inside
-    slots = (name for kind in type(value).__mro__ for name in _slots(kind))
-    inside += [getattr(value, name) for name in slots if hasattr(value, name)]
-    return inside + list(getattr(value, "__dict__", {}).values())
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found = vars(kind).get("__slots__", ())
-    return (found,) if isinstance(found, str) else tuple(found)

@@ -105,7 +105,7 @@ class Passes:
         in_backward = self._config.updates == "in-backward"
         if in_backward:
             self._before_in_backward(loss)
-        session.updates.regroup(self._core.optimizer.param_groups)
+        session.regroup(self._core.optimizer.param_groups)
         self._core.losses.append(loss)
         before, captured = session.updates.applied, session.updates.sink.captured
         outside = session.unmanaged.arrived()
@@ -159,7 +159,7 @@ class Passes:
                 f'"{self._config.precision}"'
             )
         session = self._session
-        session.updates.regroup(self._core.optimizer.param_groups)
+        session.regroup(self._core.optimizer.param_groups)
         try:
             with self._core.in_pass(), session.reversing(last):
                 yield

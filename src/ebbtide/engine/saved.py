@@ -80,7 +80,7 @@ class Checkpointing:
         groups = self._core.optimizer.param_groups
         facts, state = self._read(path, lambda facts: resume.check(session, groups, facts))
         self._core.steps = resume.restore(session, groups, self._core.scaler, facts)
-        session.updates.regroup(groups)
+        session.regroup(groups)
         ranks = session.ranks
         if facts["ranks"] == (1 if ranks is None else ranks.size):
             resume.restore_random(state["random"])  # else each rank would draw the same

@@ -86,7 +86,7 @@ class Stepping:
         else:
             norm = 0.0  # as in plain PyTorch, where there are no gradients
         session.updates.sink.show()
-        return torch.tensor(norm)
+        return torch.tensor(norm, device="cpu")
 
     def _unscale(self) -> float:
         return 1.0 / (self.loss_scale * self._config.accumulate * self._session.pieces)
@@ -100,7 +100,7 @@ class Stepping:
         self._core.notice_dropped()
         session = self._session
         if self._config.updates != "in-backward":
-            session.updates.regroup(self._core.optimizer.param_groups)
+            session.regroup(self._core.optimizer.param_groups)
         self._refuse_set_by_hand()
         if session.micro == 0:
             said = self._without_backward()
@@ -108,6 +108,7 @@ class Stepping:
             raise StateError(said)
         if session.micro < self._config.accumulate:
             return StepResult(False, loss_scale=self.loss_scale)
+        self._notice_writes()
         self._core.meet_alike(STEP)
         session.average_unmanaged()
         self._refuse_nothing()
@@ -126,6 +127,14 @@ class Stepping:
             decision = self._decide(scaling)
             self._take(decision)
         return StepResult(True, grad_norm=decision.norm, loss_scale=self.loss_scale)
+
+    def _notice_writes(self) -> None:
+        """Before anything is updated. Where a write hit a gradient, that is lost, and the others with it."""
+        try:
+            self._session.notice_writes()
+        except StateError:
+            self._core.clear()
+            raise
 
     def _refuse_set_by_hand(self) -> None:
         name = self._session.set_by_hand()
@@ -294,6 +303,8 @@ class Stepping:
         session = self._session
         if session.micro == 0:  # a hook before the step has dropped them
             raise StateError(self._without_backward())
+        if self._config.updates != "in-backward":
+            self._notice_writes()  # of a hook before the step
         if self._core.overheard:
             self._core.meet_alike(STEP)  # a hook before the step may have set others
         if self._config.updates != "in-backward":

@@ -85,7 +85,7 @@ class Engine:
         opened = open_session(module, config, param_groups, calls, tiers, weights, group, stages)
         self._tiers, self._session = opened.tiers, opened.session
         session = self._session
-        session.updates.regroup(opened.optimizer.param_groups)
+        session.regroup(opened.optimizer.param_groups)
         self._core = core = EngineCore(session, opened.optimizer)
         self._passes = Passes(core)
         self._checkpoints = Checkpointing(core)

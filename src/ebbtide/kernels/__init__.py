@@ -1,5 +1,7 @@
 """Updates, gradient sums, master weights, copies: the operations that give the same bits on every device."""
 
+import torch
+
 from ebbtide.errors import warn_user
 from ebbtide.kernels.base import BLOCK, Decision, Guarded, Kernels, Operands, Scaling
 from ebbtide.kernels.cpu import NativeKernels
@@ -37,11 +39,19 @@ def cpu_kernels(threads: int | None = None, native: bool | None = None) -> Kerne
     return FallbackKernels()
 
 
-def gpu_kernels() -> Kernels:
+def gpu_kernels(device: str = "cuda") -> Kernels:
     """The kernels for tensors on a GPU."""
     try:
         from ebbtide.kernels.gpu import TritonKernels
     except ImportError as error:
         warn_user(f"ebbtide runs its GPU kernels through plain torch: {error}")
         return FallbackKernels()
-    return TritonKernels()
+    kernels = TritonKernels()
+    try:
+        kernels.sum_of_squares(torch.ones(8, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # there is no C compiler, or Triton does not know the driver
+        warn_user(f"ebbtide runs its GPU kernels through plain torch: Triton cannot compile here ({error})")
+        return FallbackKernels()
+    return kernels

@@ -104,7 +104,7 @@ class NativeKernels:
     def block_sums(self, flat: Tensor) -> Tensor:
         require_vectors(flat)
         _require_cpu(flat)
-        sums = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float64)
+        sums = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float64, device="cpu")
         pointers = (flat.data_ptr(), None, sums.data_ptr())
         self._run(self._get(f"look_{TYPES[flat.dtype]}", 5), pointers, flat.numel())
         return sums
@@ -157,7 +157,7 @@ class NativeKernels:
     def join(self, parameter: Tensor, master: Tensor | None, out: Tensor | None = None) -> Tensor:
         form = form_of(parameter, master)
         if out is None:
-            out = torch.empty(parameter.shape, dtype=torch.float32)
+            out = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         require_numbers(out)
         require_vectors(parameter, master, out)
         _require_cpu(parameter)

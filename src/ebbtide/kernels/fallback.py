@@ -59,7 +59,7 @@ class FallbackKernels:
     def weigh(self, destination: Tensor, source: Tensor, weight: float, add: bool) -> None:
         require_weighed(destination, source)
         for at in _spans(source):
-            weighted = source[at].to(torch.float32) * torch.tensor(weight, dtype=torch.float32)
+            weighted = source[at].to(torch.float32) * torch.tensor(weight, dtype=torch.float32, device="cpu")
             if add:
                 weighted = destination[at].to(torch.float32) + weighted
             destination[at] = _make_nan_canonical(weighted)
@@ -87,7 +87,7 @@ class FallbackKernels:
     def sum_ranks(self, destination: Tensor, received: Tensor, scale: float) -> None:
         ranks = require_ranks(destination, received)
         rows = received.view(ranks, -1)
-        number = torch.tensor(scale, dtype=torch.float32)
+        number = torch.tensor(scale, dtype=torch.float32, device="cpu")
         for at in _spans(destination):
             total = rows[0, at].to(torch.float32, copy=True)
             for rank in range(1, ranks):

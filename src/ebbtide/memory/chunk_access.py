@@ -29,7 +29,7 @@ def portions(count: int, most: int = 0) -> Iterator[tuple[int, int]]:
 
 def peek(store: ChunkStore, chunk: Chunk, offset: int, count: int) -> torch.Tensor:
     """The elements [offset, offset + count), in memory of their own."""
-    flat = torch.empty(count, dtype=chunk.dtype)
+    flat = torch.empty(count, dtype=chunk.dtype, device="cpu")
     for place, piece, _ in _blocks(store, chunk, offset, count):
         flat[place : place + piece.numel()] = piece
     return flat
@@ -63,7 +63,7 @@ def clear(store: ChunkStore, chunk: Chunk) -> None:
     """Zeros, where nothing was written yet: what the extents last held was somebody else's."""
     assert chunk.ssd is not None and store.ssd_space is not None, f"{chunk} has no copy on SSD"
     store.settle_stream(chunk)
-    zeros = torch.zeros(ZEROS, dtype=torch.uint8)
+    zeros = torch.zeros(ZEROS, dtype=torch.uint8, device="cpu")
     for stored in chunk.ssd:
         left = min(round_up(stored.count * chunk.dtype.itemsize, BLOCK), stored.extent.nbytes - stored.offset)
         memory = [zeros] * (left // ZEROS) + [zeros[: left % ZEROS]]
@@ -84,7 +84,7 @@ def _blocks(
             first = begin - stored.first + place
             start = first * itemsize // BLOCK * BLOCK
             end = min(round_up((first + number) * itemsize, BLOCK), stored.extent.nbytes - stored.offset)
-            memory = torch.empty(end - start, dtype=torch.uint8)
+            memory = torch.empty(end - start, dtype=torch.uint8, device="cpu")
             disk.read(stored.extent, [memory], stored.offset + start).wait()
             skipped = first * itemsize - start
             piece = memory[skipped : skipped + number * itemsize].view(chunk.dtype)

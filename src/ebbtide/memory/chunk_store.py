@@ -238,7 +238,7 @@ class ChunkStore:
             chunk.move = (link, events)
         except BaseException as error:
             chunk.move = None
-            wait_for_all(events)
+            wait_for_all(events, host=True)  # its memory goes to others
             if not isinstance(error, Exception):  # an interrupt: a request may have started unrecorded
                 self._outlast_all()
             self._close(chunk, self.ends_of(link)[1])
@@ -302,6 +302,7 @@ class ChunkStore:
         with self.traffic.waiting(link, chunk.index):
             failed = wait_for_all(events)
         if failed is not None:
+            wait_for_all(events, host=True)  # its memory goes to others
             self._close(chunk, arrived)
             chunk.move = None
             raise failed

@@ -107,6 +107,8 @@ class Record:
     """Bytes of earlier passes' outputs that forward's moments have."""
     aside: int = 0
     """And those that backward's have."""
+    packed: int = -1
+    """Bytes that autograd has saved but for weights, each as often as it was; -1 where that is not known."""
 
     @property
     def flops(self) -> int:

@@ -7,7 +7,7 @@ The engine is its face.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -230,7 +230,8 @@ class Session:
         self.updates.sink.in_parameter_space = plan is not None and plan.in_parameter_space
         self.resting.begin(known, plan, offset)
         try:
-            self.executor.begin(plan, self.recording.recorder, offset)
+            packed = -1 if plan is None or self.planning.roomy else plan.record.packed
+            self.executor.begin(plan, self.recording.recorder, offset, packed)
         except BaseException:
             self.abandon()
             raise
@@ -324,6 +325,7 @@ class Session:
         if self.updates.unwanted:
             self.drop_gradients()
         if self.updates.sink.parameter_space.away:
+            self._notice_overwritten()
             self.updates.sink.parameter_space.give_back()
 
     @contextmanager
@@ -390,13 +392,15 @@ class Session:
             self.resting.finish(self.waiting.count)
         elif self._another and self.waiting.one_left and not self.cursor.off_track():
             self._stop_recording()  # nobody has gone back, or will, from what came before
-        elif self.recording.finish():
+        elif self.recording.finish(self.executor.packed):
             self.executor.recorder = None
         elif self.cursor.plan is not None:
             known = self._known
             if known is not None:
                 known.followed = not self._another and not self.cursor.off_track()
-                if not known.followed:
+                if self.executor.outgrown and known.widen(self.executor.packed):
+                    pass  # the next plan has room for as much
+                elif not known.followed:
                     known.watch(0 if self.planning.roomy else WATCHED)
         self.executor.finish()
         self.room.end_pass()
@@ -467,6 +471,11 @@ class Session:
 
     # -- update ---------------------------------------------------------------------------------------
 
+    def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the optimizer's groups as they are now."""
+        self.updates.regroup(groups)
+        self.unmanaged.regroup(groups)
+
     def prelaunch(self) -> None:
         """A step begins, and the host is to look at the gradients first."""
         self.updates.chunks.forget()  # of a step that was interrupted
@@ -485,6 +494,21 @@ class Session:
             self._begin_counting()
             if self.sharing is not None:
                 self.sharing.turn()
+
+    def notice_writes(self) -> None:
+        """What the user has written since backward is known before an update writes: the two could not be told apart."""
+        self._notice_overwritten()
+        self.data.notice_all()
+
+    def _notice_overwritten(self) -> None:
+        """A write where a gradient was is refused: it is lost, and the gradients are."""
+        places, away = self.data.places, self.updates.sink.parameter_space.away
+        try:
+            for index in sorted({places[member].chunk for member in away}):
+                self.data.notice_writes(index)
+        except StateError:
+            self.drop_gradients()
+            raise
 
     def catch_up_averages(self) -> None:
         """Before weights change that averages have not taken in."""

@@ -84,7 +84,7 @@ class Takeover:
         dtype = TORCH_DTYPES[self._data.layout.chunks[self._data.places[member].chunk].dtype]
         if dtype == torch.float32:
             return value
-        rounded = torch.empty(value.shape, dtype=dtype)
+        rounded = torch.empty(value.shape, dtype=dtype, device="cpu")
         self._kernels.split(value.to("cpu", torch.float32), rounded, None)
         return rounded
 
@@ -94,7 +94,9 @@ class Takeover:
             return dense(self._data.memory[member])
         place = self._data.places[member]
         if tuple(value.stride()) != place.stride:
-            value = torch.empty_strided(place.shape, place.stride, dtype=value.dtype).copy_(value)
+            value = torch.empty_strided(place.shape, place.stride, dtype=value.dtype, device="cpu").copy_(
+                value
+            )
         return dense(value)
 
     def give_back(self) -> None:

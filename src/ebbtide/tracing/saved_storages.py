@@ -94,7 +94,7 @@ def _beside(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
 
 
-_BESIDE = _beside(torch.empty(1))
+_BESIDE = _beside(torch.empty(1, device="cpu"))
 
 
 def others(storage: int, ours: int) -> bool:

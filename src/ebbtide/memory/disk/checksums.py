@@ -91,7 +91,9 @@ def whole_blocks(
 ) -> tuple[int, int, tuple[torch.Tensor, ...]]:
     """A read of [first, last), with what else there is in its first and last block."""
     begin, end = first // BLOCK * BLOCK, min(round_up(last, BLOCK), extent.nbytes)
-    before, behind = (torch.empty(count, dtype=torch.uint8) for count in (first - begin, end - last))
+    before, behind = (
+        torch.empty(count, dtype=torch.uint8, device="cpu") for count in (first - begin, end - last)
+    )
     return begin, end, (before, *buffers, behind)
 
 

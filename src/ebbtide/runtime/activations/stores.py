@@ -99,13 +99,18 @@ class HostStore:
 
     def put(self, number: int, flat: torch.Tensor) -> StoredActivation:
         count = flat.numel()
-        if count <= self._quota:
-            self._quota -= count
-        else:
+        beyond = count > self._quota
+        if beyond:
             _make_room(self._clear, count)
             self._ledger.reserve("host", TAG, count)
+        try:
+            memory = self._backend.allocate("host", count)
+        except BaseException:
+            if beyond:
+                self._ledger.release("host", TAG, count)
+            raise
+        self._quota -= 0 if beyond else count
         self._held += count
-        memory = self._backend.allocate("host", count)
         out = self._backend.copy(memory, flat, TO_HOST)
         self._traffic.count(TO_HOST, count, None, TAG, [out])
         return StoredActivation(self, number, count, out, memory)
@@ -225,8 +230,15 @@ class SsdStore:
                 size = passage_slot(largest)
                 _make_room(self._clear, 2 * PASSING * size)
                 self._ledger.reserve("host", TAG, 2 * PASSING * size)
+                try:
+                    for _ in range(2 * PASSING):
+                        buffers.append(self._store.backend.allocate("host", size))
+                except BaseException:
+                    for memory in buffers:
+                        self._store.backend.free("host", memory)
+                    self._ledger.release("host", TAG, 2 * PASSING * size)
+                    raise
                 self._staging = 2 * PASSING * size
-                buffers = [self._store.backend.allocate("host", size) for _ in range(2 * PASSING)]
             self._passage = Passage(self._store.backend, self._disk, buffers)
         return self._passage
 

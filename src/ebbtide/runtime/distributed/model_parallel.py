@@ -89,7 +89,9 @@ class ModelParallel:
         for (ranks, _), members in zip(self._groups, self._members, strict=True):
             if not members:
                 continue
-            mine = torch.tensor([found.get(member, 0.0) for member in members], dtype=torch.float64)
+            mine = torch.tensor(
+                [found.get(member, 0.0) for member in members], dtype=torch.float64, device="cpu"
+            )
             rows = ranks.sums(mine)
             for number, member in enumerate(members):
                 if member in found:
@@ -100,7 +102,7 @@ class ModelParallel:
         """The sum over all stages."""
         if self.stages is None:
             return mine
-        rows = self.stages.sums(torch.tensor([mine], dtype=torch.float64))
+        rows = self.stages.sums(torch.tensor([mine], dtype=torch.float64, device="cpu"))
         return sum(float(row[0]) for row in rows)
 
     def said(self, mine: str) -> str:

@@ -102,8 +102,8 @@ class Ranks:
     def say(self, mine: Sequence[int]) -> Saying:
         """Starts telling the others a few integers, and hearing theirs."""
         with self.naming(), _disable_current_modes():
-            here = torch.tensor(mine, dtype=torch.int64)
-            found = torch.empty(self.size * len(mine), dtype=torch.int64)
+            here = torch.tensor(mine, dtype=torch.int64, device="cpu")
+            found = torch.empty(self.size * len(mine), dtype=torch.int64, device="cpu")
             work = all_gather(found, here, self.control, async_op=True)
         return Saying(work, self, here, found)
 
@@ -120,7 +120,7 @@ class Ranks:
 
     def sums(self, mine: torch.Tensor) -> torch.Tensor:
         """Numbers of each rank, which are on the host: (rank, number)."""
-        found = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
+        found = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device="cpu")
         with self.naming():
             all_gather(found, mine, self.control)
         self.sent += (self.size - 1) * mine.nbytes

@@ -184,7 +184,7 @@ class ShardedGradients:
             self._blocks[member] = self._kernels.block_sums(part).cpu()
         elif share.numel:
             value = float(self._kernels.look([part], norm=False)[0])
-            self._blocks[member] = torch.full((1,), value, dtype=torch.float64)
+            self._blocks[member] = torch.full((1,), value, dtype=torch.float64, device="cpu")
 
     def _refuse_nonfinite(self, members: Sequence[int]) -> None:
         """On all ranks alike."""
@@ -213,7 +213,7 @@ class ShardedGradients:
     def _gathered(self, members: Sequence[int]) -> dict[int, float]:
         counts = [self._blocks_of(rank) for rank in range(self._sharing.ranks.size)]
         most = max(sum(count(m) for m in members) for count in counts)
-        mine = torch.zeros(most, dtype=torch.float64)
+        mine = torch.zeros(most, dtype=torch.float64, device="cpu")
         at = 0
         for member in members:
             sums = self._blocks.get(member, mine[:0])

@@ -52,7 +52,7 @@ class InPlaceGradients:
         self._lent: dict[int, torch.Tensor] = {}
         """By storage."""
         self._storages: set[int] = set()
-        self._alone = users(torch.empty(1))
+        self._alone = users(torch.empty(1, device="cpu"))
         weakref.finalize(self, _give_up, ledger, self._tensors, self._lent)
 
     def __contains__(self, member: int) -> bool:
@@ -162,7 +162,7 @@ class HostDirect:
         there = chunk.on_host(place.shape, place.stride, place.offset, place.numel)
         if there is not None:
             return self._kernels.capture(there, gradient, add)
-        sums = [torch.empty(0, dtype=torch.float64)]
+        sums = [torch.empty(0, dtype=torch.float64, device="cpu")]
         for first, piece in chunk.slices("host", place.offset, place.numel):
             for at, part in _in_memory_order(gradient, place.stride, first, piece.numel()):
                 self._kernels.capture(piece[at : at + part.numel()].view(part.shape), part, add)
@@ -217,6 +217,7 @@ class InParameterSpace:
 
     def take(self, member: int) -> None:
         """A gradient is about to be where the parameter was."""
+        self.data.live.ours(member)
         self.members.add(member)
         self.lost.discard(member)
 

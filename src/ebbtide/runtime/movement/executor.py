@@ -9,6 +9,7 @@ while its storage has more users than we gave it; the next event finds it releas
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -32,6 +33,9 @@ from ebbtide.runtime.parameters.places import SavedWeight
 from ebbtide.tracing.hooks import Unit
 from ebbtide.tracing.hooks.observer import SavedTensor
 from ebbtide.tracing.live_recorder import Recorder
+
+STRIDE = 4096
+"""Room for what is saved beyond a plan is made for so many bytes at once, at least."""
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -77,6 +81,13 @@ class Executor:
         self._leases: dict[int, list[Lease]] = {}
         """By run that is in use: its chunks are."""
         self._reversing: list[int] = []
+        self.packed = 0
+        """Bytes of what autograd has saved in this pass but for weights, each as often as it was."""
+        self._most = sys.maxsize
+        """And how many there were, at most, in those that the plan is from."""
+        self._planned = 0
+        self.outgrown = False
+        """Whether there were more in this one."""
         self._together = self.data.gradients_together()
         """By run of a compiled block: bytes of the gradients that its backward gives at once."""
 
@@ -124,9 +135,27 @@ class Executor:
 
     def pack(self, tensor: torch.Tensor) -> SavedWeight | None:
         weight = self.data.locate(tensor)
-        if weight is None and self._together and self.recorder is not None:
-            self.recorder.note(tensor)
+        if weight is None and self.cursor.phase != IDLE:
+            self.packed += tensor.numel() * tensor.itemsize
+            if self.packed > self._most:
+                self._outgrow()
+            if self._together and self.recorder is not None:
+                self.recorder.note(tensor)
         return weight
+
+    @on_real_memory
+    def _outgrow(self) -> None:
+        """More is saved than in any pass that the plan is from, for all that the events are the same: tokens that a mask
+        has chosen, autocast in some steps."""
+        with self.lock:
+            plan = self.cursor.plan
+            if plan is None:
+                return
+            if self.cursor.on_track:
+                self.leave_track("more was saved for backward than planned")
+                self.outgrown = True
+            self._most = self.packed + max(self.packed >> 6, STRIDE)
+            self.room.raise_level(max(plan.levels, default=0) + self._most - self._planned, guess=True)
 
     def keep(self, tensor: torch.Tensor) -> SavedTensor | None:
         if self.room.activations is None or self.cursor.phase != RUNNING:
@@ -186,8 +215,13 @@ class Executor:
 
     # -- passes ---------------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0) -> None:
-        """A training pass starts, at `offset` moments into the plan's iteration."""
+    def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0, packed: int = -1) -> None:
+        """A training pass starts, at `offset` moments into the plan's iteration. `packed`: so many bytes were saved, at
+        most, in those that the plan is from; -1 where nobody knows."""
+        if self.cursor.phase == IDLE:
+            self.packed = 0  # else it is another forward of one pass
+        self._planned = packed
+        self._most, self.outgrown = packed if packed >= 0 else sys.maxsize, False
         if self.room.activations is not None:
             self.room.activations.begin(None if plan is None else plan.away, recorder)
         self.recorder = recorder

@@ -67,6 +67,7 @@ class ModelData:
         pending: PendingValues,
     ) -> None:
         self.names = list(names)
+        self.member_of = {name: member for member, name in enumerate(self.names)}
         self.parameters = list(parameters)
         self.memory = [part_of(parameter) for parameter in parameters]
         """By parameter: the tensor whose memory is bound, itself unless tensor parallelism has split it."""

@@ -47,7 +47,9 @@ def _store(
     data: ModelData, copies: list[tuple[Chunk, str]], offset: int, value: torch.Tensor, kernels: Kernels
 ) -> None:
     count = value.numel()
-    changed = {chunk: torch.empty(count, dtype=chunk.dtype) for chunk, tier in copies if tier == "ssd"}
+    changed = {
+        chunk: torch.empty(count, dtype=chunk.dtype, device="cpu") for chunk, tier in copies if tier == "ssd"
+    }
     parts: list[Slices] = [
         [(0, changed[chunk])] if tier == "ssd" else list(chunk.slices(tier, offset, count))
         for chunk, tier in copies
@@ -71,7 +73,7 @@ def load_value(data: ModelData, member: int, kernels: Kernels) -> torch.Tensor:
     """A parameter's value in master precision, as a new fp32 tensor on the host, with its strides. Ranks that share
     chunks call it together."""
     place, share = data.places[member], data.shares[member]
-    flat = torch.empty(place.numel, dtype=torch.float32)
+    flat = torch.empty(place.numel, dtype=torch.float32, device="cpu")
     load_range(data, member, share.first, flat[share.first : share.first + share.numel], kernels)
     data.collect(member, flat)
     return flat.as_strided(place.shape, place.stride)

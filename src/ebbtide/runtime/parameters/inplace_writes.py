@@ -105,7 +105,7 @@ class Writes:
             names = ", ".join(data.names[m] for m in members)
             raise StateError(
                 f"one of {names} was written in place between backward and the step, where gradients are: the write "
-                "is lost. Write after the step, or through engine.weights(name, write=True)"
+                "is lost, and so are the gradients. Write after the step, or through engine.weights(name, write=True)"
             )
         for member in members:
             if data.shares[member].numel:

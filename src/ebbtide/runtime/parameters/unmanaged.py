@@ -46,6 +46,8 @@ class Unmanaged:
         self.masters: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self.steps = dict.fromkeys(self.parameters, 0)
+        self._grouped: set[str] = set()
+        """Those that the engine's optimizer has; the others may be another's."""
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         """As they came; where that is another dtype than here, in RAM."""
 
@@ -168,12 +170,17 @@ class Unmanaged:
         grads = [parameter.grad for parameter in self.parameters.values()]
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
+    def regroup(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The optimizer's groups as they are now."""
+        grouped = {id(p) for group in groups for p in group["params"]}
+        self._grouped = {name for name, p in self.parameters.items() if id(p) in grouped}
+
     def squares(self) -> dict[str, float]:
         """The sum of squares of each gradient that is there."""
         return {
             name: float(self.kernels_of(name).sum_of_squares(_laid(p.grad, p)))
             for name, p in self.parameters.items()
-            if p.grad is not None
+            if p.grad is not None and name in self._grouped
         }
 
     def nonfinite(self) -> list[str]:
@@ -217,13 +224,14 @@ class Unmanaged:
         if master is None:
             parameter.copy_(value)
             return
-        laid = torch.empty_strided(parameter.shape, parameter.stride())
+        laid = torch.empty_strided(parameter.shape, parameter.stride(), device="cpu")
         master.copy_(dense(laid.copy_(value)))
         self.kernels_of(name).split(master, dense(parameter), master)
 
     def discard(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        """Forgets the gradients that an update would have applied."""
+        for name in self._grouped:
+            self.parameters[name].grad = None
 
 
 def _trainable(parameter: nn.Parameter) -> bool:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices import Backend
 from ebbtide.planner.plans import Plan
@@ -25,8 +23,7 @@ from ebbtide.planner.record import Record
 from ebbtide.planner.shape import ModelShape
 from ebbtide.planner.uses import SCALARS
 from ebbtide.runtime.parameters.binding import ModelData
-from ebbtide.runtime.planning.calls import Call
-from ebbtide.runtime.planning.evaluation_memory import PLAIN
+from ebbtide.runtime.planning.calls import PLAIN, Call, leaves, tensors
 from ebbtide.runtime.planning.plan_cache import KnownInput, PlanCache
 from ebbtide.runtime.planning.tracer import SymbolicPasses
 from ebbtide.tracing.saved_storages import saved_beyond
@@ -41,8 +38,8 @@ class LiveOutputs:
 
     def add(self, output: Any) -> None:
         """A pass has given this. The memory is what counts: a view of it keeps all."""
-        for leaf in leaves(output):
-            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or is_wrapper(leaf):
+        for leaf in tensors(output):
+            if leaf.layout != torch.strided or is_wrapper(leaf):
                 continue
             try:
                 storage = leaf.untyped_storage()
@@ -79,15 +76,6 @@ class LiveOutputs:
 def beside(held: int, known: int) -> int:
     """Bytes that outputs take beside a plan which knows of some. A few losses have room at every moment of it."""
     return max(0, held - known - SCALARS // 2)
-
-
-def leaves(output: Any) -> Iterator[Any]:
-    """All that a module gave, looked for in dataclasses, too."""
-    for leaf in tree_leaves(output):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tree_leaves([getattr(leaf, one.name, None) for one in fields(leaf)])
-        else:
-            yield leaf
 
 
 _KEY = "ebbtide: outputs of a forward pass"
@@ -226,8 +214,8 @@ def ways_back(output: Any) -> list[torch.Tensor] | None:
     """Those of a forward pass's outputs that one can go back from. None where that cannot be told: who returns something
     of their own knows."""
     found = list(leaves(output))
-    tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-    if not tensors or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in found):
+    given = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    if not given or not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in found):
         return None
-    ways = [tensor for tensor in tensors if tensor.requires_grad]
+    ways = [tensor for tensor in given if tensor.requires_grad]
     return None if any(tensor.grad_fn is None for tensor in ways) else ways

@@ -1,8 +1,9 @@
 """What forward passes without gradients take, before they run.
 
-Training's activations are the measure, for most evaluations have batches of its size. One that is larger is imagined, as
-a training pass is; one that is a little larger than what is known is taken to grow with the square of it, for to imagine
-each length of a text that grows would take longer than to compute it.
+The first of each kind is imagined, as a training pass is. What training takes says nothing of it: an evaluation makes
+logits where training computes the loss in pieces, and a cache where training is checkpointed. One that is a little
+larger than what is known is taken to grow with the square of it, for to imagine each length of a text that grows would
+take longer than to compute it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -22,7 +24,8 @@ from ebbtide.planner.retention import Use
 from ebbtide.planner.shape import PARAM, WHOLE, ModelShape
 from ebbtide.planner.uses import SCALARS, least_room
 from ebbtide.runtime.movement.eviction import Room
-from ebbtide.runtime.planning.calls import Call
+from ebbtide.runtime.planning.calls import PLAIN, Call, with_sizes
+from ebbtide.runtime.planning.input_shapes import Kind, kind_of
 from ebbtide.runtime.planning.tracer import SymbolicPasses
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -30,7 +33,6 @@ Shapes = tuple[tuple[int, ...], ...]
 REMEMBERED = 32
 NEAR = 1.5
 """So much larger than what is known, an evaluation is not imagined."""
-PLAIN = (int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,22 @@ class EvaluationMemory:
     ) -> None:
         """`give_up`: has so many bytes of optimizer state leave the device, until the next training pass."""
         self._imagining, self._room, self._shape, self._give_up = imagining, room, shape, give_up
-        self._known: OrderedDict[tuple[Shapes, bool], Need] = OrderedDict()
-        """By the shapes of a pass's input, and whether it trains."""
+        self._known: OrderedDict[str, Need] = OrderedDict()
+        """By signature."""
+        self._idle: dict[tuple[str, ...], bool] = {}
+        """By structure: whether the numbers among the arguments make no difference, where that was tried."""
+        self._unseen: set[tuple[str, ...]] = set()
+        """Structures of which no pass could be imagined."""
+        self._trained: OrderedDict[Shapes, int] = OrderedDict()
+        """The level of training passes, by the shapes of their input."""
         self._plan: Plan | None = None
 
     def trained(self, plan: Plan, call: Call) -> None:
         """Training goes on by this plan."""
         if plan is not self._plan:
             self._plan = plan
-            self._remember(_shapes(call), True, Need(max(plan.levels, default=0)))
+            self._unseen.clear()  # it may have been for want of room
+            _remember(self._trained, kind_of(call.signature).sizes, max(plan.levels, default=0))
 
     def make_room(
         self,
@@ -66,30 +75,18 @@ class EvaluationMemory:
     ) -> bool:
         """For a pass that is about to run. False where nobody knows what it takes, or only that it is no more than the
         `planned` bytes that the plan at hand has for training: its batches may have been larger before. `pinned`:
-        parameters may not leave, or gradients are there, so that there is less room than training has, and what it takes
-        has to be known. `held`: bytes of outputs that the loop holds."""
-        shapes = _shapes(call)
-        if shapes is None:
+        parameters may not leave, or gradients are there, so that there is less room than training has. `held`: bytes of
+        outputs that the loop holds."""
+        if not _can_be_imagined(call):
             return False
-        measures = [(larger(shapes, one), trains, need.level) for (one, trains), need in self._known.items()]
-        if pinned:
-            # Training's levels are with all that is saved for backward.
-            measures = [one for one in measures if not one[1]]
-        elif any(trains and ratio <= 1.0 and level <= planned for ratio, trains, level in measures):
-            return False
-        near = [math.ceil(level * ratio * ratio) for ratio, _, level in measures if ratio <= NEAR]
         left = 0 if self._plan is None else self._plan.record.left
         beside = max(0, max(held, left) - self._room.claims.outputs)
-        little = min((one for one in near if self._short(one + beside) <= 0), default=-1)
-        need = self._known.get((shapes, False), Need(little))
-        if need.level < 0:
-            record = self._imagining.imagine(call)
-            if record is None:
-                trained = min((one for ratio, trains, one in measures if trains and ratio <= 1.0), default=0)
-                self._room.raise_level(max(trained, self._room.claims.level), guess=True)
-                return False
-            need = Need(record.peak + SCALARS, self._uses_of(record))
-            self._remember(shapes, False, need)
+        need = self._need(call, beside)
+        if need is None:
+            sizes = kind_of(call.signature).sizes
+            trained = min((n for known, n in self._trained.items() if larger(sizes, known) <= 1.0), default=0)
+            self._room.raise_level(max(trained, self._room.claims.level), guess=True)
+            return False
         level = need.level + beside
         if level <= planned and not pinned:
             return False
@@ -99,6 +96,45 @@ class EvaluationMemory:
         self._room.claims.imagined = True
         self._seat(need)
         return True
+
+    def _need(self, call: Call, beside: int) -> Need | None:
+        """What is known of it, from one like it where there is room for a little more; else it is imagined."""
+        known = self._known.get(call.signature)
+        if known is not None:
+            self._known.move_to_end(call.signature)
+            return known
+        kind = kind_of(call.signature)
+        near = [
+            math.ceil(need.level * ratio * ratio)
+            for other, need in self._of_structure(kind)
+            if (ratio := larger(kind.sizes, other.sizes)) <= NEAR
+            and (other.numbers == kind.numbers or self._numbers_idle(call, other, need))
+        ]
+        enough = min((level for level in near if self._short(level + beside) <= 0), default=None)
+        if enough is not None:
+            return Need(enough)
+        need = None if kind.structure in self._unseen else self._imagine(call)
+        if need is None:
+            self._unseen.add(kind.structure)
+        else:
+            _remember(self._known, call.signature, need)
+        return need
+
+    def _of_structure(self, kind: Kind) -> list[tuple[Kind, Need]]:
+        every = [(kind_of(signature), need) for signature, need in self._known.items()]
+        return [(other, need) for other, need in every if other.structure == kind.structure]
+
+    def _numbers_idle(self, call: Call, other: Kind, need: Need) -> bool:
+        """Whether it takes what the other does, for all that a number or a text is another. Tried once."""
+        structure = other.structure
+        if structure not in self._idle:
+            like = with_sizes(call, other.sizes, self._room.store.backend.device)
+            self._idle[structure] = like is not None and self._imagine(like) == need
+        return self._idle[structure]
+
+    def _imagine(self, call: Call) -> Need | None:
+        record = self._imagining.imagine(call)
+        return None if record is None else Need(record.peak + SCALARS, self._uses_of(record))
 
     def least(self, record: Record) -> int:
         """Bytes of the device that an evaluation needs which was imagined: optimizer state leaves for it."""
@@ -156,20 +192,17 @@ class EvaluationMemory:
         largest = max((chunk.nbytes for chunk in free), default=0)
         return level + self._room.claims.outputs + held + 2 * largest - self._room.budget("device")
 
-    def _remember(self, shapes: Shapes | None, trains: bool, need: Need) -> None:
-        if shapes is not None:
-            self._known[shapes, trains] = need
-            self._known.move_to_end((shapes, trains))
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    while len(known) > REMEMBERED:
+        known.popitem(last=False)
 
 
-def _shapes(call: Call) -> Shapes | None:
-    """None where there is what a pass may change, such as a cache: it could not be imagined and left as it was."""
-    leaves = tree_leaves((call.args, call.kwargs))
-    if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
-        return None
-    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+def _can_be_imagined(call: Call) -> bool:
+    """Not where there is what a pass may change, such as a cache: it could not be left as it was."""
+    return all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in tree_leaves((call.args, call.kwargs)))
 
 
 def larger(shapes: Shapes, known: Shapes) -> float:

@@ -1,8 +1,8 @@
 """What is known of one shape of input, from those of others: pure.
 
-Batches of one kind differ in some sizes (padded texts), or in numbers that are counted up (a step). A shape that is
-nowhere larger than a known one needs no trace: it takes no more at any moment. No more is taken for granted: what lies
-between two known shapes may be rounded up to the larger one.
+Batches of one kind differ in some sizes (padded texts), in numbers that are counted up (a step), or in texts (a file's
+name). A shape that is nowhere larger than a known one needs no trace: it takes no more at any moment. No more is taken
+for granted: what lies between two known shapes may be rounded up to the larger one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ GROWTH = 2
 NEAR = 8
 """A known shape that has more than so many times the elements says too little: the small one is traced itself."""
 
+SWITCHES = "."
+"""What a signature ends with: the number before it is no argument."""
+
 _TENSOR = re.compile(r"\(([\d, ]*)\)(torch\.\w+)")
 _NUMBER = re.compile(r"-?\d{1,18}")
 
@@ -32,7 +35,8 @@ class Kind:
     structure: tuple[str, ...]
     sizes: tuple[tuple[int, ...], ...]
     """By tensor."""
-    numbers: tuple[int, ...]
+    numbers: tuple[str, ...]
+    """Numbers and texts, as they are written."""
 
     def covers(self, other: Kind) -> bool:
         """Whether no size of another is larger."""
@@ -53,15 +57,18 @@ class Kind:
 def kind_of(signature: str) -> Kind:
     structure: list[str] = []
     sizes: list[tuple[int, ...]] = []
-    numbers: list[int] = []
+    numbers: list[str] = []
     for part in signature.split("|"):
         if tensor := _TENSOR.fullmatch(part):
             found = tuple(int(size) for size in tensor[1].split(",") if size.strip())
             sizes.append(found)
             structure.append(f"{len(found)}{tensor[2]}")
         elif _NUMBER.fullmatch(part):
-            numbers.append(int(part))
+            numbers.append(part)
             structure.append("number")
+        elif part.startswith(("'", '"')):
+            numbers.append(part)
+            structure.append("text")
         else:
             structure.append(part)
     return Kind(tuple(structure), tuple(sizes), tuple(numbers))

@@ -17,6 +17,7 @@ from ebbtide.planner.shape import ModelShape, Settings
 from ebbtide.runtime.planning.input_shapes import (
     DERIVED,
     NEAR,
+    SWITCHES,
     Kind,
     alike,
     beyond,
@@ -27,6 +28,12 @@ from ebbtide.runtime.planning.input_shapes import (
 )
 
 REMEMBERED = 16
+MUCH = 1.25
+"""A pass that saves more than that many times what any did before is another: it is traced."""
+SPARE = 16
+"""Of what passes save whose sizes vary, this part more is planned for."""
+ROOMS = 8
+"""So many plans are kept of one kind of input."""
 WATCHED = 4
 """So many passes are traced after one that was not as planned: the next need not be like it."""
 
@@ -53,6 +60,10 @@ class KnownInput:
     peak: int | None = None
     """Bytes of non-model data by the plan that a pass of it has begun with, at the highest."""
 
+    packed: int = -1
+    """Bytes that autograd has saved, at the most; -1 where that is not known."""
+    beyond: int = 0
+    """Bytes that passes may take beside the record."""
     after_forward: int = 0
     """Bytes of non-model data when forward had ended, at the most: the loop may let go of outputs before backward."""
 
@@ -61,6 +72,33 @@ class KnownInput:
         """Whether the next pass is to be recorded. What was derived from other shapes holds as it is."""
         return self.stale or self.record.source not in ("live", DERIVED)
 
+    def widen(self, packed: int) -> bool:
+        """A pass has saved so many bytes, a little more than its plan is for: what varies varies again, so plans are
+        made for a little more than that. False where it was much more."""
+        if packed > self.packed * MUCH or self.stale:
+            return False
+        wanted = packed + packed // SPARE
+        if wanted > self.packed:
+            grown = wanted / max(1, self.packed)
+            self.beyond += max(wanted - self.packed, math.ceil(self.record.peak * (grown - 1)))
+            self.packed = wanted
+            self.plans.clear()
+        return True
+
+    @property
+    def roomier(self) -> Record:
+        """The pass, with that much more at every moment."""
+        if not self.beyond:
+            return self.record
+        return replace(raised(self.record, self.beyond), packed=self.packed)
+
+    def keep(self, room: tuple[int, int], plan: Plan | None) -> None:
+        """With what engines beside this one leave there may be as many rooms as steps: the last few have a plan."""
+        self.plans.pop(room, None)
+        self.plans[room] = plan
+        while len(self.plans) > ROOMS:
+            del self.plans[next(iter(self.plans))]
+
     def watch(self, passes: int) -> None:
         """A pass was another than planned, and nobody saw what it took: the next is traced, and where the largest of
         several is wanted so many are."""
@@ -68,6 +106,15 @@ class KnownInput:
 
     def after(self, record: Record) -> KnownInput:
         """What is known when a pass has been traced. The plan is for the largest of several that differ."""
+        watched, found = self.watched, self._after(record)
+        seen = max(record.packed, found.record.packed, self.record.packed if watched else -1)
+        if seen != found.record.packed:
+            found.record = replace(found.record, packed=seen)
+        found.packed = max(seen, self.packed if watched else -1)
+        found.beyond = self.beyond if watched else 0
+        return found
+
+    def _after(self, record: Record) -> KnownInput:
         if not self.watched:
             return KnownInput(record, imagined=self.imagined, after_forward=self.after_forward)
         left = self.watched - 1
@@ -110,7 +157,7 @@ class PlanCache:
     def learn(self, record: Record) -> KnownInput:
         self.count += 1
         before = self._known.get(record.signature)
-        known = KnownInput(record) if before is None else before.after(record)
+        known = KnownInput(record, packed=record.packed) if before is None else before.after(record)
         if record.source == "symbolic":
             known.imagined = record
         self._known[record.signature] = known
@@ -190,8 +237,14 @@ class PlanCache:
             record = raised(record, self._unimagined(kind))
         key = record.signature
         found = self._derived.get(key)
-        if found is None or replace(found.record, source="") != replace(record, source=""):
-            found = self._derived[key] = KnownInput(replace(record, source=DERIVED))
+        if (
+            found is None
+            or replace(found.record, source="") != replace(record, source="")
+            or found.beyond < known.beyond
+        ):
+            found = self._derived[key] = KnownInput(
+                replace(record, source=DERIVED), packed=known.packed, beyond=known.beyond
+            )
         self._derived.move_to_end(key)
         while len(self._derived) > REMEMBERED:
             self._derived.popitem(last=False)
@@ -234,7 +287,9 @@ class PlanCache:
         return [known.record for known in self._known.values() if known.record.source == "live"]
 
     def recall(self, record: Record) -> None:
-        """One of an earlier run, of the same model."""
+        """One of an earlier run, of the same model. One of an earlier version has another signature."""
+        if not record.signature.endswith(SWITCHES):
+            return
         if self.offload == OFF or record.saved:
             self.learn(record).recalled = True
             self.count -= 1
@@ -242,22 +297,28 @@ class PlanCache:
     def forget(self, signature: str) -> None:
         self._known.pop(signature, None)
 
-    def plan(self, known: KnownInput) -> Plan:
+    def plan(self, known: KnownInput, bare: bool = False) -> Plan:
+        """`bare`: where there is none with room for what varies, one without."""
         room = self.settings.device, self.settings.host
         found = known.plans.get(room)
         if found is None:
-            found = known.plans[room] = self._make(known.record, self.settings)
+            found = self._make(known.record if bare else known.roomier, self.settings)
+        known.keep(room, found)
         return found
 
     def fits(self, known: KnownInput, device: int) -> bool:
         """Whether there is a plan with so much of the device."""
         room = device, self.settings.host
-        if room not in known.plans:
-            try:
-                known.plans[room] = self._make(known.record, replace(self.settings, device=device))
-            except BudgetError:
-                known.plans[room] = None
-        return known.plans[room] is not None
+        if room in known.plans:
+            return known.plans[room] is not None
+        try:
+            found = self._make(known.record, replace(self.settings, device=device))
+        except BudgetError:
+            known.keep(room, None)
+            return False
+        if not known.beyond:  # else the one to go by is with room for what varies
+            known.keep(room, found)
+        return True
 
     def _make(self, record: Record, settings: Settings) -> Plan:
         return plan_afloat(self.shape, record, settings, self.offload, self.cost)

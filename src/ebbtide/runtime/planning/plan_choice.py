@@ -189,7 +189,12 @@ class PlanChoice:
     def plan(self, known: KnownInput) -> Plan:
         """With what others leave of the tiers by now."""
         self.portion.look()
-        return self.portion.widened(lambda: self._traces.plan(known))
+        try:
+            return self.portion.widened(lambda: self._traces.plan(known))
+        except BudgetError:
+            if not known.beyond:
+                raise
+            return self._traces.plan(known, bare=True)
 
     def hold(self, plan: Plan, count: int) -> None:
         """A pass by this plan finds so many bytes of outputs of passes before, most likely until forward is over. State

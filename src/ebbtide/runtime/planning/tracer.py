@@ -100,14 +100,15 @@ class Tracer:
         """Such a backward has come to an output of forward: what is behind it is metered, too."""
         self._nodes.reach()
 
-    def finish(self) -> bool:
-        """The pass is over; False where it was not recorded."""
+    def finish(self, packed: int = -1) -> bool:
+        """The pass is over, in which autograd has saved so much; False where it was not recorded."""
         if self.recorder is None:
             return False
         if isinstance(self._meter, StorageMeter):
             for storage in self._unmanaged.gradients():
                 self._meter.disown(storage)  # every moment has it by now
-        record = replace(self.recorder.finish(self._imagined), carried=self._carried, aside=self._aside)
+        found = self.recorder.finish(self._imagined)
+        record = replace(found, carried=self._carried, aside=self._aside, packed=packed)
         self._over = (record, self._meter, self._before)
         self.abandon()
         return True

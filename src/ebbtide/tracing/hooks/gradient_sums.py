@@ -19,7 +19,7 @@ NEAR = 32
 """Operators that are looked at, from a module's outputs on: what it does with a weight is among its last."""
 
 _MARK = "_ebbtide_sum"
-_ALONE = users(torch.empty(1))
+_ALONE = users(torch.empty(1, device="cpu"))
 """Of memory that one tensor has."""
 
 

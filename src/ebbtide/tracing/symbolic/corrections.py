@@ -28,7 +28,7 @@ def with_workspace(func: Any, args: Sequence[Any], out: Any) -> Any:
     if func is not _LAYER or not isinstance(out[0], FakeTensor) or not torch.is_grad_enabled():
         return out
     shapes = tuple((tuple(one.shape), one.dtype) for one in args[:7])
-    return (*out[:3], torch.empty(_bytes(shapes, (*args[7:8], *args[9:])), dtype=torch.uint8))
+    return (*out[:3], torch.empty(_bytes(shapes, (*args[7:8], *args[9:])), dtype=torch.uint8, device="cpu"))
 
 
 @functools.lru_cache(256)
@@ -46,8 +46,8 @@ def _measured(
     (first, dtype), *others = shapes
     reverse, *rest = settings
     with _disable_current_modes(), torch.enable_grad():
-        given = [torch.zeros((steps, *first[1:]), dtype=dtype)]
-        given += [torch.zeros(shape, dtype=kind) for shape, kind in others]
+        given = [torch.zeros((steps, *first[1:]), dtype=dtype, device="cpu")]
+        given += [torch.zeros(shape, dtype=kind, device="cpu") for shape, kind in others]
         *_, workspace = _LAYER(*given, reverse, [], *rest)
         return workspace.untyped_storage().nbytes()
 
@@ -128,4 +128,4 @@ def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 def _blank(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
 ) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype).zero_().requires_grad_(requires_grad)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").zero_().requires_grad_(requires_grad)

@@ -25,11 +25,12 @@ def undrawn() -> Iterator[None]:
     """By the generators that torch, Python, and NumPy where that is in use, have for all. `unchanged` does the same for
     generators of the user's own."""
     numpy = sys.modules.get("numpy.random")
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     put_back: list[Callable[[], Any]] = [partial(random.setstate, random.getstate())]
     if numpy is not None:
         put_back.append(partial(numpy.set_state, numpy.get_state(legacy=False)))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=list(cards)):
             yield
     finally:
         for again in put_back:

@@ -120,7 +120,7 @@ class TokenExchange:
         out = came.view(self._ranks.size, self._shares, len(self.here)).sum(2)
         mine = self.here.start // len(self.here)
         way = _Way(self._along(out[self._ranks.rank].tolist()), self._along(out[self._row, mine].tolist()))
-        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled(), device="cpu")
         size = float(self._shares)
         # Each index once, so that gradients are added in one order.
         every = rows.unsqueeze(1).expand(-1, choices, -1).reshape(len(flat), rows.shape[1])
@@ -142,7 +142,9 @@ class TokenExchange:
 
     def _run(self, rows: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
         """`came`: (rank of the row, expert that is here), in the order of the rows."""
-        experts = torch.tensor(list(self.here)).repeat(len(came)).repeat_interleave(came.reshape(-1))
+        experts = (
+            torch.tensor(list(self.here), device="cpu").repeat(len(came)).repeat_interleave(came.reshape(-1))
+        )
         if not len(rows):
             return _Tie.apply(torch.zeros_like(rows), rows)
         made = self.layer.adapter.run(self.layer.module, rows, experts.to(rows.device), self.here)
@@ -158,7 +160,7 @@ class TokenExchange:
         load = mine.tolist()
         with self._lock:
             rows = self._sharing.loads(10 * self._number, (choices - sum(load), *load))
-        found = torch.tensor([row[1:] for row in rows])
+        found = torch.tensor([row[1:] for row in rows], device="cpu")
         if not _in_backward():  # else a checkpoint computes it again
             self.dropped += sum(row[0] for row in rows)
             self.load = [had + count for had, count in zip(self.load, found.sum(0).tolist(), strict=True)]

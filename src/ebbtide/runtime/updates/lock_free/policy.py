@@ -239,6 +239,8 @@ class LockFree:
         with self.executor.room.together([chunk]):  # it is not to go for the sake of its own state
             if chunk.move is not None or not chunk.valid_on(self.near):
                 self._bring(chunk)
+            elif chunk.pending:
+                self.store.settle(chunk, host=True)
             self.chunks.open_states(index)
         before = {member: counts[member] for member in waiting.steps}
         try:
