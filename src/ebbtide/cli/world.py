@@ -84,9 +84,8 @@ def joined(device: str) -> Iterator[World]:
     join(device, PATIENCE)
     try:
         yield World(dist.get_rank(), size)
-    except (
-        ConfigError
-    ):  # before anything has begun: its threads must not outlive the interpreter, which aborts then
+    except ConfigError:
+        # Nothing has begun. The group's threads must not outlive the interpreter, which would abort.
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()  # not after an error: the others may wait for us meanwhile

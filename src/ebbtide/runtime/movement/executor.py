@@ -217,7 +217,7 @@ class Executor:
 
     def begin(self, plan: Plan | None, recorder: Recorder | None, offset: int = 0, packed: int = -1) -> None:
         """A training pass starts, at `offset` moments into the plan's iteration. `packed`: so many bytes were saved, at
-        most, in those that the plan is from; -1 where nobody knows."""
+        most, in those that the plan is from; -1 where the record does not say."""
         if self.cursor.phase == IDLE:
             self.packed = 0  # else it is another forward of one pass
         self._planned = packed
