@@ -30,15 +30,15 @@ def with_state_on_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moving(step: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """As if moves came one after the other and each took so long, and everything else a thousandth of its time."""
+    """As if moves came one after the other and each took so long, everything else a thousandth of its time, and the
+    update of each chunk a microsecond: updates run beside the loop, and a recorded step may have none to the end."""
     moves = [[*row[:5], place * seconds, (place + 1) * seconds] for place, row in enumerate(step["moves"])]
     spans = [
         [cause, begin / 1e3, end / 1e3, depth, chunk] for cause, begin, end, depth, chunk in step["spans"]
     ]
     moments = [[begin / 1e3, *rest] for begin, *rest in step["moments"]]
-    updates = [
-        [chunk, tier, begin / 1e3, end / 1e3, beside] for chunk, tier, begin, end, beside in step["updates"]
-    ]
+    chunks = Problem.from_plain(step["problem"]).shape.chunks
+    updates = [[chunk, "host", chunk * 1e-6, (chunk + 1) * 1e-6, False] for chunk in range(chunks)]
     return {**step, "moves": moves, "spans": spans, "moments": moments, "updates": updates}
 
 
