@@ -359,11 +359,11 @@ def test_stock_says_that_it_cannot_go_on_from_ours(tmp_path: Path) -> None:
 # -- what users rely on -------------------------------------------------------------------------------
 
 
-def test_a_batch_that_is_too_large_is_halved(tmp_path: Path) -> None:
+def test_a_batch_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
     ours = trained(
-        Trainer, tmp_path, per_device_train_batch_size=64, auto_find_batch_size=True, max_steps=2, rows=128
+        Trainer, tmp_path, per_device_train_batch_size=8, auto_find_batch_size=True, max_steps=2, rows=16
     )
-    assert ours._train_batch_size < 64 and ours.state.global_step == 2
+    assert ours._train_batch_size < 8 and ours.state.global_step == 2
     ours.engine.close()
 
 

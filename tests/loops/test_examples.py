@@ -64,6 +64,7 @@ def test_ranks_share_one_model(tmp_path: Path) -> None:
     assert shards == ["rank-00000.bin", "rank-00001.bin"]
 
 
+@pytest.mark.heavy
 def test_accelerate_on_ranks_and_by_its_launcher(tmp_path: Path) -> None:
     """Its launcher starts several processes for GPUs, or by MPI; on a CPU there is torchrun."""
     flags = ["--cpu", "--device-memory", "8MB"]
@@ -75,6 +76,7 @@ def test_accelerate_on_ranks_and_by_its_launcher(tmp_path: Path) -> None:
         assert shards == [f"rank-{rank:05}.bin" for rank in range(ranks)]
 
 
+@pytest.mark.heavy
 def test_lightning_on_ranks_and_as_it_starts_them_itself(tmp_path: Path) -> None:
     flags = ["--accelerator", "cpu", "--devices", "2", "--device-memory", "8MB"]
     losses = []
@@ -92,7 +94,7 @@ def test_a_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("name", "lora"), [("sft", True), ("dpo", False), ("dpo", True)])
+@pytest.mark.parametrize(("name", "lora"), some([("sft", True), ("dpo", True), ("dpo", False)], 2))
 def test_tuning(name: str, lora: bool, tmp_path: Path) -> None:
     causal().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

@@ -144,6 +144,7 @@ def test_resume_auto_where_one_rank_finds_no_checkpoint(text: Path, tmp_path: Pa
     assert RunFolder(tmp_path / "gone" / "checkpoints").latest() is None
 
 
+@pytest.mark.heavy
 def test_the_others_end_when_one_dies_and_name_it(text: Path, tmp_path: Path) -> None:
     out, port = tmp_path / "run", free_port()
     flags = ["--data", str(text), "--steps", "100000", "--save-every", "2", "--out", str(out)]
