@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A hundred processes start in the tests, and each would compile all of ebbtide anew.
+# Tests start many processes, and each would compile all that it imports of ebbtide anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest

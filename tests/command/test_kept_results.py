@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "keep_result.py"
-SMALL = ["--tokens", "64", "--vocabulary", "100", "--width", "16", "--repeats", "1"]
 
 
 def keep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,12 +18,13 @@ def keep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
-    done = keep(tmp_path, "loss-here", "bench", "loss", *SMALL)
+    command = "bench loss --tokens 64 --vocabulary 100 --width 16 --repeats 1"
+    done = keep(tmp_path, "loss-here", *command.split())
     assert done.returncode == 0, done.stderr
     [file] = tmp_path.iterdir()
     found = json.loads(file.read_text())
     assert file.name == "loss-here.json"
-    assert found["command"] == " ".join(["ebbtide bench loss", *SMALL, "--json"])
+    assert found["command"] == f"ebbtide {command} --json"
     assert {"date", "commit", "machine", "versions", "losses"} <= found.keys()
     assert found["machine"]["cpu"] and found["machine"]["cores"] >= 1
 

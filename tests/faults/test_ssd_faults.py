@@ -289,6 +289,7 @@ def test_an_interrupt_between_a_request_and_its_event(folder: Path, monkeypatch:
     io = FaultyIO()
     engine = open_engine(folder, io)
     train(engine)
+    engine.synchronize()
     assert engine._tiers.disk is not None
     write = engine._tiers.disk.write
 

@@ -68,9 +68,9 @@ def said_by(rank: int, size: int, script: str, folder: Path) -> str:
 
 def test_in_a_group_of_a_mesh_it_has_its_own_number(tmp_path: Path) -> None:
     script = """
-        groups = [dist.new_group(members) for members in ([0], [1, 2])]
-        ranks = Ranks(groups[min(rank, 1)])
-        if rank == 2:
+        groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+        ranks = Ranks(groups[rank % 2])
+        if rank == 3:
             die()
         if rank == 1:
             try:
@@ -80,7 +80,7 @@ def test_in_a_group_of_a_mesh_it_has_its_own_number(tmp_path: Path) -> None:
         else:
             time.sleep(60)
     """
-    assert "rank 2 of 3 is gone" in said_by(1, 3, script, tmp_path)
+    assert "rank 3 of 4 is gone" in said_by(1, 4, script, tmp_path)
 
 
 @pytest.mark.parametrize("what", some(["save", "load"], 1))

@@ -31,7 +31,7 @@ def with_state_on_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moving(step: dict[str, Any], seconds: float) -> dict[str, Any]:
     """As if moves came one after the other and each took so long, everything else a thousandth of its time, and the
-    update of each chunk a microsecond: updates run beside the loop, and a recorded step may have none to the end."""
+    update of each chunk a microsecond: updates run beside the loop, and a recorded step may end before any of them."""
     moves = [[*row[:5], place * seconds, (place + 1) * seconds] for place, row in enumerate(step["moves"])]
     spans = [
         [cause, begin / 1e3, end / 1e3, depth, chunk] for cause, begin, end, depth, chunk in step["spans"]
